@@ -1,0 +1,62 @@
+"""Tile sizes and launch parameters: what the caller may choose, and what is chosen otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How one kernel is launched."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Tile sizes, warps and pipeline stages of the three kernels; None leaves a choice to jflash.
+
+    block_q and block_kv are the forward's; the suffixes _dkv and _dq mean the two backward kernels. All sizes and
+    warps are powers of two. implementation="xla" uses block_q and block_kv, and in the backward those of dkv.
+    """
+
+    block_q: int | None = None
+    block_kv: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    block_q_dkv: int | None = None
+    block_kv_dkv: int | None = None
+    num_warps_dkv: int | None = None
+    num_stages_dkv: int | None = None
+    block_q_dq: int | None = None
+    block_kv_dq: int | None = None
+    num_warps_dq: int | None = None
+    num_stages_dq: int | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"BlockSizes.{field.name} must be an int or None, got {value!r}")
+            least = 16 if field.name.startswith("block") else 1
+            if value < least or (not field.name.startswith("num_stages") and value & (value - 1)):
+                kind = "at least 1" if field.name.startswith("num_stages") else f"a power of two, at least {least}"
+                raise ValueError(f"BlockSizes.{field.name} must be {kind}, got {value}")
+
+    def launch(self, kernel: str, default: Launch) -> Launch:
+        """The Launch of "forward", "dkv" or "dq": what was chosen here, `default` for the rest."""
+        suffix = "" if kernel == "forward" else f"_{kernel}"
+        chosen = {f.name: getattr(self, f.name + suffix) for f in dataclasses.fields(Launch)}
+        return dataclasses.replace(default, **{name: value for name, value in chosen.items() if value is not None})
+
+
+def default(kernel: str, dtype, width: int) -> Launch:
+    return Launch(64, 64, 4, 2)

@@ -1,0 +1,82 @@
+"""The dK/dV kernel: one program a kv tile of one kv head, with a loop over its query heads and the q tiles that see it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from jflash import numerics, ranges, tile
+from jflash.kernels import memory
+from jflash.kernels.launch import Launcher
+from jflash.kernels.memory import Matrix, Vector
+from jflash.ranges import Span
+from jflash.score import Score
+
+
+def dkv(
+    q: Array, k: Array, v: Array, do: Array, lse2: Array, delta: Array, score: Score, launcher: Launcher
+) -> tuple[Array, Array]:
+    """(dk, dv), shaped like k and v. The heads of a group are summed in the float32 accumulator."""
+    batch, q_len, heads, head_dim = q.shape
+    kv_len, kv_heads, v_dim = v.shape[1:]
+    group = heads // kv_heads
+    side_by_side = group if group > 1 else None
+    kv_head = lambda j, h, b: (b, h)
+    keys = memory.matrix_spec(kv_len, head_dim, None, kv_head)
+    values = memory.matrix_spec(kv_len, v_dim, None, kv_head)
+    return launcher.call(
+        functools.partial(_kernel, head_dim=head_dim, v_dim=v_dim, group=group),
+        grid=(pl.cdiv(kv_len, launcher.block_kv), kv_heads, batch),
+        in_specs=[
+            memory.matrix_spec(q_len, head_dim, side_by_side, kv_head),
+            keys,
+            values,
+            memory.matrix_spec(q_len, v_dim, side_by_side, kv_head),
+            memory.vector_spec(q_len, side_by_side, kv_head),
+            memory.vector_spec(q_len, side_by_side, kv_head),
+            memory.score_spec(score, kv_head),
+        ],
+        out_specs=[keys, values],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        name="jflash_dkv",
+    )(q, k, v, do, lse2, delta, score)
+
+
+def _kernel(
+    q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score, dk_ref, dv_ref, *,
+    head_dim: int, v_dim: int, group: int, launcher: Launcher,
+):  # fmt: skip
+    score, arith = score.select(), launcher.arithmetic
+    cols = Span(pl.program_id(0) * launcher.block_kv, launcher.block_kv)
+    there = memory.inside(cols, score.kv_len)
+    seen = ranges.seen_keys(score, Span(0, score.q_len), cols.indices())
+    k, v = Matrix(k_ref, head_dim).load(cols, seen), Matrix(v_ref, v_dim).load(cols, seen)
+
+    def visit(i, grads, head, masked):
+        dk, dv = grads
+        rows = Span(i * launcher.block_q, launcher.block_q)
+        seeing = ranges.seeing_queries(score, cols, rows.indices()) if masked else None
+        q, do = Matrix(q_ref, head_dim, head).load(rows, seeing), Matrix(do_ref, v_dim, head).load(rows, seeing)
+        lse2 = Vector(lse2_ref, head).load(rows, seeing, jnp.inf)  # p = 0 in a row that is not there
+        delta = Vector(delta_ref, head).load(rows, seeing, 0)
+        # Keys run down and queries across: p and dqk then enter their products from registers, as they are.
+        qk, dp = arith.inner(k, q), arith.inner(v, do)
+        p, dqk = tile.backward(
+            qk, dp, lse2[None, :], delta[None, :], score, rows.indices()[None, :], cols.indices()[:, None], masked, arith
+        )
+        return numerics.add(dk, arith.combine(dqk, q)), numerics.add(dv, arith.combine(p, do))
+
+    def visit_head(head, grads):
+        for lo, hi, masked in ranges.q_tiles(score, cols, launcher.block_q).segments():
+            grads = lax.fori_loop(lo, hi, functools.partial(visit, head=head, masked=masked), grads)
+        return grads
+
+    zeros = lambda width: tuple(jnp.zeros((cols.size, chunk), jnp.float32) for chunk in memory.chunks(width))
+    grads = (zeros(head_dim), zeros(v_dim))
+    dk, dv = visit_head(None, grads) if group == 1 else lax.fori_loop(0, group, visit_head, grads)
+    Matrix(dk_ref, head_dim).store(cols, there, tuple(x * score.unit for x in dk))
+    Matrix(dv_ref, v_dim).store(cols, there, dv)

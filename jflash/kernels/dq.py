@@ -1,0 +1,73 @@
+"""The dQ kernel: one program a q tile of one head, with a loop over the kv tiles that it sees."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from jflash import numerics, ranges, tile
+from jflash.kernels import memory
+from jflash.kernels.launch import Launcher
+from jflash.kernels.memory import Matrix, Vector
+from jflash.ranges import Span
+from jflash.score import Score
+
+
+def dq(
+    q: Array, k: Array, v: Array, do: Array, lse2: Array, delta: Array, score: Score, launcher: Launcher
+) -> Array:
+    """dq, shaped like q."""
+    batch, q_len, heads, head_dim = q.shape
+    kv_len, kv_heads, v_dim = v.shape[1:]
+    group = heads // kv_heads
+    q_head = lambda i, h, b: (b, h)
+    kv_head = lambda i, h, b: (b, h // group)
+    queries = memory.matrix_spec(q_len, head_dim, None, q_head)
+    (dq,) = launcher.call(
+        functools.partial(_kernel, head_dim=head_dim, v_dim=v_dim),
+        grid=(pl.cdiv(q_len, launcher.block_q), heads, batch),
+        in_specs=[
+            queries,
+            memory.matrix_spec(kv_len, head_dim, None, kv_head),
+            memory.matrix_spec(kv_len, v_dim, None, kv_head),
+            memory.matrix_spec(q_len, v_dim, None, q_head),
+            memory.vector_spec(q_len, None, q_head),
+            memory.vector_spec(q_len, None, q_head),
+            memory.score_spec(score, q_head),
+        ],
+        out_specs=[queries],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        name="jflash_dq",
+    )(q, k, v, do, lse2, delta, score)
+    return dq
+
+
+def _kernel(
+    q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score, dq_ref, *, head_dim: int, v_dim: int, launcher: Launcher
+):
+    score, arith = score.select(), launcher.arithmetic
+    # As in the forward: the longest rows of a causal mask start first.
+    rows = Span((pl.num_programs(0) - 1 - pl.program_id(0)) * launcher.block_q, launcher.block_q)
+    there = memory.inside(rows, score.q_len)
+    seeing = ranges.seeing_queries(score, Span(0, score.kv_len), rows.indices())
+    q, do = Matrix(q_ref, head_dim).load(rows, seeing), Matrix(do_ref, v_dim).load(rows, seeing)
+    lse2, delta = Vector(lse2_ref).load(rows, there, jnp.inf), Vector(delta_ref).load(rows, there, 0)
+
+    def visit(j, dq, masked):
+        cols = Span(j * launcher.block_kv, launcher.block_kv)
+        seen = ranges.seen_keys(score, rows, cols.indices()) if masked else None
+        k, v = Matrix(k_ref, head_dim).load(cols, seen), Matrix(v_ref, v_dim).load(cols, seen)
+        qk, dp = arith.inner(q, k), arith.inner(do, v)
+        _, dqk = tile.backward(
+            qk, dp, lse2[:, None], delta[:, None], score, rows.indices()[:, None], cols.indices()[None, :], masked, arith
+        )
+        return numerics.add(dq, arith.combine(dqk, k))
+
+    dq = tuple(jnp.zeros((rows.size, chunk), jnp.float32) for chunk in memory.chunks(head_dim))
+    for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
+        dq = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), dq)
+    Matrix(dq_ref, head_dim).store(rows, there, tuple(x * score.unit for x in dq))

@@ -1,0 +1,66 @@
+"""The forward kernel: one program a q tile of one head, with a loop over the kv tiles that it sees."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from jflash import ranges, tile
+from jflash.kernels import memory
+from jflash.kernels.launch import Launcher
+from jflash.kernels.memory import Matrix, Vector
+from jflash.ranges import Span
+from jflash.score import Score
+
+
+def forward(q: Array, k: Array, v: Array, score: Score, launcher: Launcher) -> tuple[Array, Array]:
+    """(o, lse) of q, k, v: o `[batch, q_len, heads, v_dim]` like q, lse float32 `[batch, heads, q_len]`, natural."""
+    batch, q_len, heads, head_dim = q.shape
+    kv_len, kv_heads, v_dim = v.shape[1:]
+    group = heads // kv_heads
+    q_head = lambda i, h, b: (b, h)
+    kv_head = lambda i, h, b: (b, h // group)
+    return launcher.call(
+        functools.partial(_kernel, head_dim=head_dim, v_dim=v_dim),
+        grid=(pl.cdiv(q_len, launcher.block_q), heads, batch),
+        in_specs=[
+            memory.matrix_spec(q_len, head_dim, None, q_head),
+            memory.matrix_spec(kv_len, head_dim, None, kv_head),
+            memory.matrix_spec(kv_len, v_dim, None, kv_head),
+            memory.score_spec(score, q_head),
+        ],
+        out_specs=[memory.matrix_spec(q_len, v_dim, None, q_head), memory.vector_spec(q_len, None, q_head)],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, q_len, heads, v_dim), q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32),
+        ],
+        name="jflash_forward",
+    )(q, k, v, score)
+
+
+def _kernel(q_ref, k_ref, v_ref, score, o_ref, lse_ref, *, head_dim: int, v_dim: int, launcher: Launcher):
+    score = score.select()
+    # The last q tiles of a causal mask see the most keys: they start first, so that none is left over at the end.
+    rows = Span((pl.num_programs(0) - 1 - pl.program_id(0)) * launcher.block_q, launcher.block_q)
+    there = memory.inside(rows, score.q_len)
+    q = Matrix(q_ref, head_dim).load(rows, there)
+
+    def visit(j, state, masked):
+        cols = Span(j * launcher.block_kv, launcher.block_kv)
+        seen = ranges.seen_keys(score, rows, cols.indices()) if masked else None
+        k = Matrix(k_ref, head_dim).load(cols, seen)
+        v = Matrix(v_ref, v_dim).load(cols, seen)
+        return tile.forward(
+            state, q, k, v, score, rows.indices()[:, None], cols.indices()[None, :], masked, launcher.arithmetic
+        )
+
+    state = tile.start(rows.size, memory.chunks(v_dim), jnp.float32)
+    for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
+        state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)
+    o, lse = tile.finish(state, score)
+    Matrix(o_ref, v_dim).store(rows, there, o)
+    Vector(lse_ref).store(rows, there, lse)

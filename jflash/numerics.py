@@ -1,0 +1,106 @@
+"""Constants and floating-point choices, each with the failure that it prevents."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+LOG2E = math.log2(math.e)  # exp(x) = exp2(x * LOG2E): the hardware has exp2 only
+LN2 = math.log(2.0)
+
+# Where a row's largest logit, in base-2 units, passes this, the rounding of m * slope moves every exponent of the
+# row by more than 2**6, and the row's probabilities overflow or vanish together (seen in the field with
+# q = k = 133120 in bfloat16). See exponent_line().
+HUGE_EXPONENT = 2.0**30
+
+# In the backward the exponent is slope * x - lse2 with lse2 rounded to float32. Past this size lse2 is moved up by
+# its own rounding error, so that no probability exceeds one. See base2_lse().
+COARSE_LSE = 2.0**26
+
+
+def accumulator(dtype) -> jnp.dtype:
+    """The dtype of softmax and of every sum: float32, or float64 for float64 inputs."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def exponent_line(m: Array, unit: float) -> tuple[Array, Array]:
+    """(slope, intercept) of each row, so that a logit x has the weight exp2(slope * x - intercept).
+
+    `m` is the row's largest logit so far, in multiples of `unit` natural units. One multiply-add an element is all
+    that the exponent costs. It stays exact for every finite m: the rounding of the intercept is a factor that a whole
+    row shares and that cancels, and where it would overflow (HUGE_EXPONENT), logits are further apart than float32
+    exponents reach, so the slope may be any power of two of that size: the product is then exact, and the weight of
+    the largest logit is one and that of all smaller ones zero, as it must be. A row that has seen nothing (m = -inf)
+    gets intercept 0, so that its weights are exp2(-inf) = 0 and not exp2(-inf + inf).
+    """
+    slope = unit * LOG2E
+    coarse = 2.0 ** math.floor(math.log2(slope))
+    slopes = jnp.where(jnp.abs(m) < HUGE_EXPONENT / slope, slope, coarse).astype(m.dtype)
+    return slopes, jnp.where(m == -jnp.inf, 0.0, m * slopes)
+
+
+def base2_lse(lse: Array) -> Array:
+    """lse in base 2, so that exp2(slope * x - base2_lse) is a probability of the row, never above one, never NaN.
+
+    An empty row (lse = -inf) becomes +inf: its probabilities are then exp2(-inf) = 0. Past COARSE_LSE (logits of 4e7,
+    which float32 holds four apart) the rounding errors of lse and of the product could make a probability infinite:
+    lse is moved up by as much, and what the row adds to the gradient may vanish, but stays finite.
+    """
+    lse2 = lse * LOG2E
+    coarse = jnp.abs(lse2) > COARSE_LSE
+    lse2 = jnp.where(coarse, lse2 + jnp.abs(lse2) * 2.0**-22, lse2)
+    return jnp.where(lse == -jnp.inf, jnp.inf, lse2)
+
+
+def divide_or_zero(numerator: Array, denominator: Array) -> Array:
+    """numerator / denominator, and 0 where the denominator is 0: a row that saw no key is 0, not 0/0."""
+    return jnp.where(denominator == 0, 0, numerator / jnp.where(denominator == 0, 1, denominator))
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """How a tile multiplies and exponentiates. Kernels for a GPU replace exp2 by two machine instructions."""
+
+    precision: lax.PrecisionLike = None
+
+    def dot(self, a: Array, b: Array, contract: tuple[int, int]) -> Array:
+        """The matrix product over one axis of each operand, accumulated in float32 (float64 for float64)."""
+        return lax.dot_general(
+            a, b, (((contract[0],), (contract[1],)), ((), ())),
+            precision=self.precision, preferred_element_type=accumulator(a.dtype),
+        )  # fmt: skip
+
+    def inner(self, a: tuple[Array, ...], b: tuple[Array, ...]) -> Array:
+        """a · bᵀ for operands that are cut into chunks of columns."""
+        return sum((self.dot(x, y, (1, 1)) for x, y in zip(a[1:], b[1:], strict=True)), self.dot(a[0], b[0], (1, 1)))
+
+    def combine(self, p: Array, chunks: tuple[Array, ...], axis: int = 1) -> tuple[Array, ...]:
+        """p · x (axis 1) or pᵀ · x (axis 0) for each chunk x, p rounded to the chunk's dtype first."""
+        return tuple(self.dot(p.astype(x.dtype), x, (axis, 0)) for x in chunks)
+
+    def exp2(self, x: Array, slope: Array | float, intercept: Array) -> Array:
+        """exp2(slope * x - intercept), elementwise with broadcasting."""
+        return jnp.exp2(x * slope - intercept)
+
+
+def add(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
+    return jax.tree.map(jnp.add, xs, ys)
+
+
+def known(*xs) -> bool:
+    """True where all are Python ints, known while tracing."""
+    return all(isinstance(x, int) for x in xs)
+
+
+def smaller(a, b):
+    """The minimum; of two Python ints a Python int, so that what is known while tracing stays known."""
+    return min(a, b) if known(a, b) else jnp.minimum(a, b)
+
+
+def larger(a, b):
+    """The maximum, like smaller()."""
+    return max(a, b) if known(a, b) else jnp.maximum(a, b)

@@ -1,0 +1,46 @@
+"""How forward and backward are joined: the saved log-sum-exp is all that the backward needs of the forward's softmax."""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from jflash.score import Score
+
+
+class Engine(Protocol):
+    """Something that computes attention and its gradient. Hashable: it is a static argument of custom_vjp."""
+
+    def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+        """(o, lse)"""
+        ...
+
+    def backward(
+        self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array
+    ) -> tuple[Array, Array, Array]:
+        """(dq, dk, dv)"""
+        ...
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(engine: Engine, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+    """(o, lse), both differentiable in q, k and v."""
+    return engine.forward(q, k, v, score)
+
+
+def _forward(engine: Engine, q: Array, k: Array, v: Array, score: Score):
+    o, lse = engine.forward(q, k, v, score)
+    # Named, so that a jax.checkpoint policy can keep them: save_only_these_names("jflash_o", "jflash_lse").
+    o, lse = checkpoint_name(o, "jflash_o"), checkpoint_name(lse, "jflash_lse")
+    return (o, lse), (q, k, v, score, o, lse)
+
+
+def _backward(engine: Engine, residuals, cotangents):
+    return *engine.backward(*residuals, *cotangents), None  # a Score of this kind has no floating-point leaves
+
+
+attend.defvjp(_forward, _backward)
