@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jflash import gpu, kernels
-from jflash.blocks import BlockSizes
+from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels import Triton
 from jflash.numerics import accumulator
 from jflash.reference import Online, naive_attention
@@ -90,7 +90,7 @@ def attention(
     else:
         batched = True
     score = Score.of(q, k, causal=causal, window=window, q_offset=q_offset, scale=scale)
-    engine = _engine(implementation, block_sizes or BlockSizes(), precision, q, v)
+    engine = _engine(implementation, block_sizes or DEFAULTS, precision, q, v)
 
     if q.size == 0 or k.size == 0 or v.size == 0:  # no query or no key: nothing to launch a kernel for
         o = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)

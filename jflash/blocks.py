@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.resources
+import json
 
-import jax
 import jax.numpy as jnp
+
+from jflash import gpu
+
+WIDTHS = (64, 128, 256)  # the classes of max(head_dim, v_dim) for which tuned/ has entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,4 +65,21 @@ class BlockSizes:
 
 
 def default(kernel: str, dtype, width: int) -> Launch:
-    return Launch(64, 64, 4, 2)
+    """The Launch of "forward", "dkv", "dq" or "delta" for the GPU that is traced for and a head_dim or v_dim of `width`."""
+    if kernel == "delta":
+        return Launch(block_q=4096 // max(32, 1 << (width - 1).bit_length()), block_kv=16, num_warps=4, num_stages=1)
+    fitting = (width_ for width_ in WIDTHS if width_ >= width)
+    return _table(gpu.family(gpu.kind()))[kernel, jnp.dtype(dtype).itemsize, next(fitting)]
+
+
+@functools.cache
+def _table(family: str) -> dict[tuple[str, int, int], Launch]:
+    """The launches of tuned/<family>.json by kernel, bytes an element and width."""
+    text = (importlib.resources.files("jflash") / "tuned" / f"{family}.json").read_text()
+    return {
+        (entry.pop("kernel"), entry.pop("itemsize"), entry.pop("width")): Launch(**entry)
+        for entry in json.loads(text)["launches"]
+    }
+
+
+DEFAULTS = BlockSizes()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 
 OLDEST = (8, 0)  # Triton in XLA is for Ampere and newer
+FAMILIES = {
+    "ampere": {"A100", "A800", "A30"},
+    "hopper": {"H100", "H200", "H800", "H20", "GH200"},
+    "blackwell": {"B100", "B200", "B300", "GB200", "GB300"},
+}
 
 
 def kind() -> str | None:
@@ -16,8 +23,8 @@ def kind() -> str | None:
 
 def family(kind: str | None) -> str:
     """GPUs that take the same tile sizes; "small", with 99 KiB of shared memory a block, is what fits everywhere."""
-    families = {"hopper": ("H100", "H200", "H800", "H20"), "ampere": ("A100", "A800", "A30"), "blackwell": ("B100", "B200", "B300")}
-    return next((name for name, kinds in families.items() if kind and any(k in kind for k in kinds)), "small")
+    models = re.findall(r"\w+", kind or "")  # whole words: an RTX A1000 is no A100
+    return next((name for name, members in FAMILIES.items() if not members.isdisjoint(models)), "small")
 
 
 def is_default() -> bool:

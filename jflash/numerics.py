@@ -14,7 +14,7 @@ LN2 = math.log(2.0)
 
 # Where a row's largest logit, in base-2 units, passes this, the rounding of m * slope moves every exponent of the
 # row by more than 2**6, and the row's probabilities overflow or vanish together (seen in the field with
-# q = k = 133120 in bfloat16). See exponent_line().
+# q = k = 133120 in bfloat16). See reference_point().
 HUGE_EXPONENT = 2.0**30
 
 # In the backward the exponent is slope * x - lse2 with lse2 rounded to float32. Past this size lse2 is moved up by
@@ -27,20 +27,20 @@ def accumulator(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def exponent_line(m: Array, unit: float) -> tuple[Array, Array]:
-    """(slope, intercept) of each row, so that a logit x has the weight exp2(slope * x - intercept).
+def reference_point(m: Array, unit: float) -> tuple[Array, Array]:
+    """(m, slope) of each row, so that a logit x has the weight exp2(slope * x - slope * m).
 
     `m` is the row's largest logit so far, in multiples of `unit` natural units. One multiply-add an element is all
-    that the exponent costs. It stays exact for every finite m: the rounding of the intercept is a factor that a whole
-    row shares and that cancels, and where it would overflow (HUGE_EXPONENT), logits are further apart than float32
+    that the exponent costs. It is right for every finite m: the rounding of slope * m is a factor that a whole row
+    shares and that cancels, and where it would overflow (HUGE_EXPONENT), logits are further apart than float32
     exponents reach, so the slope may be any power of two of that size: the product is then exact, and the weight of
     the largest logit is one and that of all smaller ones zero, as it must be. A row that has seen nothing (m = -inf)
-    gets intercept 0, so that its weights are exp2(-inf) = 0 and not exp2(-inf + inf).
+    is measured from 0, so that its weights are exp2(-inf) = 0 and not exp2(-inf + inf).
     """
     slope = unit * LOG2E
     coarse = 2.0 ** math.floor(math.log2(slope))
     slopes = jnp.where(jnp.abs(m) < HUGE_EXPONENT / slope, slope, coarse).astype(m.dtype)
-    return slopes, jnp.where(m == -jnp.inf, 0.0, m * slopes)
+    return jnp.where(m == -jnp.inf, 0.0, m), slopes
 
 
 def base2_lse(lse: Array) -> Array:

@@ -96,8 +96,8 @@ def _tiles(bounds: Bounds, span: Span, length: int, block: int) -> Tiles:
     """
     lowest, common_last = bounds(span.start)
     common_first, highest = bounds(span.last(length))
-    lo = _tile(lowest, block)
-    hi = larger(_tile(highest + block, block), lo)  # the tile behind the one that holds `highest`
+    hi = _tile(highest + block, block)  # the tile behind the one that holds `highest`
+    lo = smaller(_tile(lowest, block), hi)
     full_lo = smaller(larger(_tile(common_first + block - 1, block), lo), hi)
     full_hi = smaller(larger(_tile(common_last + 1, block), full_lo), hi)
     return Tiles(lo, full_lo, full_hi, hi)
@@ -106,11 +106,10 @@ def _tiles(bounds: Bounds, span: Span, length: int, block: int) -> Tiles:
 def _tile(position: Index, block: int) -> Index:
     """The tile that holds `position`, 0 where that lies before the first."""
     position = larger(position, 0)
-    return position // block if known(position) else lax.div(position, jnp.int32(block))
+    return position // block if known(position) else lax.div(position, jnp.asarray(block, position.dtype))
 
 
 def _reached(bounds: Bounds, span: Span, length: int, positions):
     first, last = bounds(span.start)[0], bounds(span.last(length))[1]
     reached = positions <= last
     return reached if isinstance(first, int) and first <= 0 else reached & (positions >= first)
-

@@ -45,9 +45,10 @@ def forward(
     if masked:
         x = jnp.where(score.visible(rows, cols), x, -jnp.inf)
     m = jnp.maximum(state.m, jnp.max(x, axis=1))
-    slope, intercept = numerics.exponent_line(m, score.unit)
-    p = arith.exp2(x, slope[:, None], intercept[:, None])
-    alpha = arith.exp2(state.m, slope, intercept)
+    origin, slope = numerics.reference_point(m, score.unit)
+    p = arith.exp2(x, slope[:, None], (origin * slope)[:, None])
+    # Exactly one where the maximum stays: a rounding error here would be raised to the power of the number of tiles.
+    alpha = arith.exp2(state.m - origin, slope, jnp.zeros_like(m))
     return Softmax(
         m=m,
         l=state.l * alpha + jnp.sum(p, axis=1),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jflash import blocks
-from jflash.blocks import BlockSizes
+from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels.delta import delta
 from jflash.kernels.dkv import dkv
 from jflash.kernels.dq import dq
@@ -34,7 +34,7 @@ def unsupported(q: Array, v: Array) -> str | None:
 class Triton:
     """The engine of implementation="triton", and of "interpret", which runs the same kernels without a GPU."""
 
-    blocks: BlockSizes = BlockSizes()
+    blocks: BlockSizes = DEFAULTS
     precision: lax.PrecisionLike = None
     interpret: bool = False
 

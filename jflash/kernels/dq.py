@@ -17,9 +17,7 @@ from jflash.ranges import Span
 from jflash.score import Score
 
 
-def dq(
-    q: Array, k: Array, v: Array, do: Array, lse2: Array, delta: Array, score: Score, launcher: Launcher
-) -> Array:
+def dq(q: Array, k: Array, v: Array, do: Array, lse2: Array, delta: Array, score: Score, launcher: Launcher) -> Array:
     """dq, shaped like q."""
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads, v_dim = v.shape[1:]
@@ -46,9 +44,7 @@ def dq(
     return dq
 
 
-def _kernel(
-    q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score, dq_ref, *, head_dim: int, v_dim: int, launcher: Launcher
-):
+def _kernel(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score, dq_ref, *, head_dim: int, v_dim: int, launcher: Launcher):
     score, arith = score.select(), launcher.arithmetic
     # As in the forward: the longest rows of a causal mask start first.
     rows = Span((pl.num_programs(0) - 1 - pl.program_id(0)) * launcher.block_q, launcher.block_q)

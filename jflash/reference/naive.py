@@ -15,9 +15,7 @@ from jflash.score import Score
 
 
 @functools.partial(jax.jit, static_argnames="precision")
-def naive_attention(
-    q: Array, k: Array, v: Array, score: Score, *, precision: lax.PrecisionLike = None
-) -> tuple[Array, Array]:
+def naive_attention(q: Array, k: Array, v: Array, score: Score, *, precision: lax.PrecisionLike = None) -> tuple[Array, Array]:
     """(o, lse) = (softmax(scale · q·kᵀ) · v, logsumexp(scale · q·kᵀ)), with rows that see no key 0 and -inf.
 
     Shapes as in jflash.attention, batch included; Score.of() makes a score.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jflash import numerics, ranges, tile
-from jflash.blocks import BlockSizes
+from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.numerics import Arithmetic
 from jflash.ranges import Span
 from jflash.score import Score
@@ -29,7 +29,7 @@ TILE_ELEMENTS = 2**20  # of one tile of logits over all batch elements and heads
 class Online:
     """The engine of implementation="xla"."""
 
-    blocks: BlockSizes = BlockSizes()
+    blocks: BlockSizes = DEFAULTS
     precision: lax.PrecisionLike = None
 
     def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
@@ -57,7 +57,7 @@ class Online:
             (o,), lse = jax.vmap(jax.vmap(functools.partial(tile.finish, score=score)))(state)
             return o.astype(q.dtype), lse
 
-        o, lse = lax.map(row_of_tiles, (jnp.arange(layout.q_count), layout.cut_queries(q)))
+        o, lse = lax.map(row_of_tiles, (jnp.arange(layout.q_count, dtype=jnp.int32), layout.cut_queries(q)))
         return layout.join_queries(o), layout.join_rows(lse)
 
     def backward(
@@ -95,7 +95,7 @@ class Online:
             dq_tiles, dk, dv = grads
             return dq_tiles, ((dk * score.unit).astype(k.dtype), dv.astype(v.dtype))
 
-        columns = jnp.arange(layout.kv_count), layout.cut_keys(k), layout.cut_keys(v)
+        columns = jnp.arange(layout.kv_count, dtype=jnp.int32), layout.cut_keys(k), layout.cut_keys(v)
         dq_tiles, (dk, dv) = lax.scan(column_of_tiles, jnp.zeros(q_tiles.shape, dtype), columns)
         dq = layout.join_queries((dq_tiles * score.unit).astype(q.dtype))
         return dq, layout.join_keys(dk), layout.join_keys(dv)
@@ -183,7 +183,7 @@ def _pad(x: Array, length: int, value: float) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("blocks", "precision"))
 def online_attention(
-    q: Array, k: Array, v: Array, score: Score, *, blocks: BlockSizes = BlockSizes(), precision=None
+    q: Array, k: Array, v: Array, score: Score, *, blocks: BlockSizes = DEFAULTS, precision=None
 ) -> tuple[Array, Array]:
     """(o, lse) by online softmax over tiles of keys, with the tiled backward (Dao et al. 2022, algorithms 1 and 4).
 

@@ -1,0 +1,1 @@
+"""Programs that measure jflash; they need `pip install jflash[bench]`."""

@@ -1,0 +1,104 @@
+"""Bad input: each error names the argument, what was expected and what came."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jflash import BlockSizes, attention
+
+
+def x(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+Q, KV = x(2, 8, 4, 16), x(2, 9, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "message"),
+    [
+        ((x(8, 16), x(8, 16), x(8, 16)), ValueError, r"q must be \[batch, .* got shape \(8, 16\)"),
+        ((x(1, 1, 8, 4, 16), KV, KV), ValueError, r"q must be .* got shape \(1, 1, 8, 4, 16\)"),
+        ((Q, KV[0], KV), ValueError, r"k must have the rank of q, 4, got shape \(9, 2, 16\)"),
+        ((Q, KV, KV[0]), ValueError, r"v must have the rank of q, 4, got shape \(9, 2, 16\)"),
+        ((Q, KV[:1], KV[:1]), ValueError, r"k must have the batch size of q, 2, got shape \(1, 9, 2, 16\)"),
+        ((Q, KV, KV[:1]), ValueError, r"v must have the batch size of q, 2, got shape \(1, 9, 2, 16\)"),
+        ((Q, x(2, 9, 3, 16), x(2, 9, 3, 16)), ValueError, r"heads of q must be a multiple of .* 3, got 4"),
+        ((Q, x(2, 9, 0, 16), x(2, 9, 0, 16)), ValueError, r"heads of q must be a multiple of .* 0, got 4"),
+        ((Q, x(2, 9, 2, 8), KV), ValueError, r"k must have the head_dim of q, 16, got shape \(2, 9, 2, 8\)"),
+        ((Q, KV, x(2, 8, 2, 16)), ValueError, r"v must have the kv_len and kv_heads of k, \(9, 2\), got shape \(2, 8, 2, 16\)"),
+        ((Q, KV, x(2, 9, 1, 16)), ValueError, r"v must have the kv_len and kv_heads of k, \(9, 2\), got shape"),
+        ((x(2, 8, 4, 0), x(2, 9, 2, 0), KV), ValueError, r"q must have a width of at least 1, got shape \(2, 8, 4, 0\)"),
+        ((Q, KV.astype(jnp.bfloat16), KV), TypeError, r"k must have the dtype of q, float32, got bfloat16"),
+        ((Q, KV, KV.astype(jnp.float16)), TypeError, r"v must have the dtype of q, float32, got float16"),
+        ((Q.astype(int), KV, KV), TypeError, r"q must be float16, bfloat16, float32 or float64, got int32"),
+        ((Q, KV, KV.astype(bool)), TypeError, r"v must be float16, bfloat16, float32 or float64, got bool"),
+    ],
+)
+def test_arrays(arrays, error, message):
+    with pytest.raises(error, match=message):
+        attention(*arrays)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"window": -1}, ValueError, r"window must not be negative, got \(-1, -1\)"),
+        ({"window": (3, -2)}, ValueError, r"window must not be negative, got \(3, -2\)"),
+        ({"window": (3, 2, 1)}, TypeError, r"window must be an int, a pair \(left, right\) or None, got \(3, 2, 1\)"),
+        ({"window": 2.5}, TypeError, r"window must be an int, a pair \(left, right\) or None, got 2.5"),
+        ({"window": (1.5, None)}, TypeError, r"window must hold ints or None, got \(1.5, None\)"),
+        ({"causal": "yes"}, TypeError, r"causal must be a bool, got 'yes'"),
+        ({"q_offset": 1.0}, TypeError, r"q_offset must be an int or an integer array, got float32"),
+        ({"q_offset": True}, TypeError, r"q_offset must be an int or an integer array, got True"),
+        ({"q_offset": 2**30}, ValueError, r"q_offset must lie within ±536870912, got 1073741824"),
+        ({"q_offset": jnp.zeros(3, int)}, ValueError, r"q_offset must be .* \(2,\), got shape \(3,\)"),
+        ({"scale": "big"}, TypeError, r"scale must be a Python number, got 'big'"),
+        ({"scale": float("nan")}, ValueError, r"scale must be finite, got nan"),
+        ({"implementation": "cudnn"}, ValueError, r"implementation must be None or one of .*'triton'.*, got 'cudnn'"),
+        ({"block_sizes": 64}, TypeError, r"block_sizes must be a jflash.BlockSizes or None, got 64"),
+    ],
+)
+def test_options(options, error, message):
+    with pytest.raises(error, match=message):
+        attention(Q, KV, KV, **options)
+
+
+def test_a_traced_scale_raises_and_says_what_to_do():
+    with pytest.raises(TypeError, match="scale must be a Python number, got a traced value: multiply q by it instead"):
+        jax.jit(lambda scale: attention(Q, KV, KV, scale=scale))(0.5)
+
+
+@pytest.mark.parametrize("name", ["block_q", "block_kv", "num_warps", "block_q_dkv", "num_warps_dq"])
+def test_block_sizes_are_powers_of_two(name):
+    with pytest.raises(ValueError, match=rf"BlockSizes.{name} must be a power of two, at least \d+, got 48"):
+        BlockSizes(**{name: 48})
+    with pytest.raises(TypeError, match=rf"BlockSizes.{name} must be an int or None, got 64.0"):
+        BlockSizes(**{name: 64.0})
+
+
+def test_block_sizes_have_a_least():
+    with pytest.raises(ValueError, match="BlockSizes.block_kv must be a power of two, at least 16, got 8"):
+        BlockSizes(block_kv=8)
+    with pytest.raises(ValueError, match="BlockSizes.num_stages must be at least 1, got 0"):
+        BlockSizes(num_stages=0)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "interpret"])
+def test_what_the_kernels_cannot_take(implementation):
+    with jax.enable_x64(True), pytest.raises(TypeError, match=rf"{implementation}.* float16, bfloat16 or float32, got float64"):
+        attention(*(x(8, 1, 16, dtype=jnp.float64),) * 3, implementation=implementation)
+    with pytest.raises(ValueError, match=rf"{implementation}.* head_dim of at most 256, got 264"):
+        attention(*(x(8, 1, 264),) * 3, implementation=implementation)
+    with pytest.raises(ValueError, match=rf"{implementation}.* v_dim of at most 256, got 300"):
+        attention(x(8, 1, 16), x(8, 1, 16), x(8, 1, 300), implementation=implementation)
+
+
+def test_the_kernels_do_not_run_on_a_cpu():
+    with pytest.raises(ValueError, match="interpret"):
+        attention(*(x(8, 1, 16),) * 3, implementation="triton")
+
+
+def test_forward_mode_says_no():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: attention(q, q, q), (x(8, 1, 16),), (x(8, 1, 16),))

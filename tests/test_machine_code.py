@@ -1,0 +1,237 @@
+"""What the compiler makes of the kernels, for GPUs that are not there."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.interpreters import mlir
+from jax.sharding import SingleDeviceSharding
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect as triton
+
+import jflash
+from jflash import machine_code
+from jflash.machine_code import GPUS, compiler, loops
+from jflash.machine_code.kernel import Assembled
+
+MISSING = machine_code.missing_wheels()
+needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+KERNELS = ("jflash_forward", "jflash_delta", "jflash_dkv", "jflash_dq")
+# A head_dim of 256 cannot do without spilling a little, in each of up to three loops. But where ptxas cannot place the
+# registers of a loop at all, it settles for 32 of them, spills 9000 bytes and more, and the loop becomes several times as
+# long.
+MOST_SPILLED = 2048
+
+
+def attention(causal: bool = False):
+    """Attention and its gradient, as a function of q, k, v and do."""
+
+    def forward_backward(q, k, v, do):
+        o, backward = jax.vjp(lambda q, k, v: jflash.attention(q, k, v, causal=causal), q, k, v)
+        return o, *backward(do)
+
+    return forward_backward
+
+
+def avals(batch, length, heads, head_dim, dtype=jnp.float16, kv_heads=None, sharding=None):
+    """q, k, v and do."""
+    of = lambda heads: jax.ShapeDtypeStruct((batch, length, heads, head_dim), dtype, sharding=sharding)
+    return of(heads), of(kv_heads or heads), of(kv_heads or heads), of(heads)
+
+
+# ---------------------------------------------------------------------------------------------------- every GPU
+
+
+def covering_selection():
+    """Every GPU with every head_dim in 16 and in 32 bits: tile sizes depend on these and all are compiled.
+
+    float16 or bfloat16, and full or causal, change no size. They alternate, so that any two values of any two parameters
+    meet somewhere: 40 programs in a few minutes, where the whole product has 120.
+    """
+    for g, gpu in enumerate(["a100", "l4", "h100", "b200", "rtxpro6000"]):
+        for d, head_dim in enumerate([64, 96, 128, 256]):
+            causal = (g + d // 2) % 2 == 1
+            yield gpu, head_dim, (jnp.float16, jnp.bfloat16)[(g + d) % 2], causal
+            yield gpu, head_dim, jnp.float32, not causal
+
+
+def name_of(value) -> str:
+    return ("full", "causal")[value] if isinstance(value, bool) else getattr(value, "__name__", str(value))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("gpu", "head_dim", "dtype", "causal"), list(covering_selection()), ids=name_of)
+def test_compiles_and_fits_and_uses_tensor_cores(gpu, head_dim, dtype, causal):
+    # With causal comes what else makes kernels larger: a length that is no multiple of a tile, and grouped heads.
+    shape = {"length": 1000, "kv_heads": 2} if causal else {"length": 1024}
+    arguments = avals(batch=2, heads=4, head_dim=head_dim, dtype=dtype, **shape)
+    program = machine_code.compile_for(attention(causal), *arguments, gpu=gpu)
+    for kernel in map(program.__getitem__, KERNELS):
+        if kernel.shared_bytes is not None:  # where XLA does not tell, it has still refused what does not fit
+            assert kernel.shared_bytes <= kernel.target.shared_per_block
+        assert kernel.spill_bytes <= MOST_SPILLED
+        assert kernel.tensor_cores or kernel.name == "jflash_delta"
+
+
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "forward", "backward"), [(64, 1.05, 0.72), (128, 0.60, 0.45)])
+def test_hot_loops_leave_the_tensor_cores_busy_on_h100(head_dim, forward, backward):
+    program = machine_code.compile_for(attention(), *avals(2, 4096, 4, head_dim), gpu="h100")
+    for kernel in map(program.__getitem__, KERNELS):
+        assert kernel.spill_bytes <= 64
+        if kernel.name != "jflash_delta":
+            assert kernel.issue_per_tensor
+            assert kernel.issue_per_tensor <= (forward if kernel.name == "jflash_forward" else backward)
+
+
+# --------------------------------------------------------------------------------------------- lowering and memory
+
+
+@needs_compiler
+def test_kernels_are_in_the_program_for_a_gpu_and_not_in_the_one_for_a_cpu():
+    f, arguments = attention(), avals(2, 1024, 4, 64)
+    kernels = lambda lowered: re.findall(r'name = "(jflash_\w+)"', lowered.as_text())
+    assert sorted(kernels(machine_code.lower_for(f, *arguments, gpu="h100"))) == sorted(KERNELS)
+    assert not kernels(jax.jit(f).trace(*arguments).lower(lowering_platforms=("cpu",)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("platform", ["cpu", "h100"])
+def test_memory_grows_linearly_with_the_length(platform, causal):
+    def temp_bytes(length):
+        if platform != "cpu":
+            return machine_code.compile_for(attention(causal), *avals(1, length, 4, 64), gpu=platform).temp_bytes
+        arguments = avals(1, length, 4, 64, sharding=SingleDeviceSharding(jax.devices("cpu")[0]))
+        memory = jax.jit(attention(causal)).lower(*arguments).compile().memory_analysis()
+        assert memory
+        return memory.temp_size_in_bytes
+
+    assert 0 < temp_bytes(8192) < 4.5 * temp_bytes(2048)
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_offsets_into_large_arrays_have_64_bits(causal):
+    # More than 2**31 elements each: q, k, v and their like have 3 * 2**34, lse and delta 3 * 2**30.
+    lowered = machine_code.lower_for(attention(causal), *avals(3, 2**17, 2**13, 16, jnp.bfloat16), gpu="h100")
+    arrays = {"jflash_forward": 5, "jflash_delta": 6, "jflash_dkv": 8, "jflash_dq": 7}
+    offsets = offset_types(lowered)
+    assert {name: len(types) for name, types in offsets.items()} == arrays
+    for name, types in offsets.items():
+        assert types == [{"i64"}] * arrays[name], name
+
+
+def offset_types(lowered) -> dict[str, list[set[str]]]:
+    """Of each kernel, by name: for each of its arrays, operands and results, the types of the offsets into it."""
+    found = {}
+    for call in operations(lowered.compiler_ir("stablehlo"), "stablehlo.custom_call"):
+        kernel = call.attributes["mhlo.backend_config"]
+        with mlir.make_ir_context() as context:
+            triton.register_dialect(context)
+            context.load_all_available_dialects()
+            module = ir.Module.parse(kernel["ir"].value_bytes)
+            (function,) = operations(module, "tt.func")
+            found[kernel["name"].value] = types = [set() for _ in function.regions[0].blocks[0].arguments]
+            for pointer, offset in (addition.operands for addition in operations(module, "tt.addptr")):
+                while not isinstance(pointer.owner, ir.Block):  # back through what only reshapes it
+                    pointer = pointer.owner.operands[0]
+                types[ir.BlockArgument(pointer).arg_number].add(str(element_type(offset)))
+    return found
+
+
+def element_type(value):
+    """The type of a scalar, or of the elements of a tile."""
+    return value.type.element_type if isinstance(value.type, ir.RankedTensorType) else value.type
+
+
+def operations(module, name: str) -> list:
+    """The operations of a module that have some name."""
+    found = []
+
+    def visit(operation):
+        if operation.name == name:
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- the reader itself
+
+SASS = """
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDSM.16.M88.4 R4, [R2] ;
+.L_x_0:
+        /*0020*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*0030*/                   HMMA.1688.F32.TF32 R8, R4, R6, R8 ;
+        /*0040*/                   FFMA.FTZ R9, R9, R10, R11 ;
+        /*0050*/              @P0 BRA `(.L_x_0) ;
+        /*0060*/             @!P1 BRA `(.L_x_1) ;
+        /*0070*/              @P2 BRA `(.L_x_2) ;
+.L_x_2:
+        /*0080*/                   EXIT ;
+.L_x_3:
+        /*0090*/                   BRA `(.L_x_3);
+"""
+
+
+def test_loops_are_found_and_counted():
+    inner, outer = loops.find_loops(SASS, GPUS["a100"])
+    assert (inner.start, inner.end, outer.start, outer.end) == (0x20, 0x50, 0x10, 0x60)
+    assert outer.contains(inner)
+    assert not inner.contains(outer)
+    # 16 x 8 x 16 products at 256 a cycle; 16 x 8 x 8 in TF32 at half that rate; an A100 has 64 lanes for FFMA.
+    assert inner.cycles == {"issue": 4, "tensor": 8 + 8, "fma": 2}
+    assert outer.cycles == {"issue": 6, "tensor": 16, "fma": 2, "memory": 4}
+    assert inner.opcodes == {"HMMA": 2, "FFMA": 1, "BRA": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "cycles"),
+    [("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ", 64), ("HGMMA.64x64x8.F32.TF32 R24", 32), ("FFMA R1, R2, R3", 0)],
+)
+def test_cycles_of_a_product_on_h100(text, cycles):
+    assert loops.tensor_cycles(text, GPUS["h100"]) == cycles
+
+
+@needs_compiler
+@pytest.mark.parametrize(("gpu", "instruction"), [("l4", "HMMA"), ("h100", "HGMMA"), ("b200", "UTCHMMA")])
+def test_what_a_kernel_tells(gpu, instruction):
+    program = machine_code.compile_for(jflash.attention, *avals(2, 1024, 4, 64)[:3], gpu=gpu)
+    kernel = program["jflash_forward"]
+    assert kernel.tensor_cores == instruction
+    assert f" {instruction}" in kernel.sass
+    assert 16 <= kernel.registers <= 255
+    assert kernel.threads % 32 == 0
+    assert kernel.grid[1:] == (4, 2)
+    assert kernel.blocks_per_multiprocessor is None or kernel.blocks_per_multiprocessor >= 1
+    assert kernel.loops
+    assert (kernel.issue_per_tensor is None) == (gpu == "b200")
+    assert "jflash_forward" in str(kernel)
+    assert "custom-call" in program.text
+    with pytest.raises(KeyError, match=r"jflash_dkv.*jflash_forward"):
+        program["jflash_dkv"]
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "shared", "blocks"),
+    [(255, 128, 0, 2), (128, 256, 100 * 1024, 2), (128, 256, 114 * 1024, 1), (16, 128, 0, 16), (16, 32, 0, 32)],
+)
+def test_blocks_on_a_multiprocessor_of_an_h100(registers, threads, shared, blocks):
+    kernel = machine_code.Kernel("k", GPUS["h100"], (1,), threads, shared, module="")
+    kernel.__dict__["_assembled"] = Assembled(registers, spill_bytes=0, static_shared_bytes=0, cubin=b"")
+    assert kernel.blocks_per_multiprocessor == blocks
+
+
+def test_missing_wheels_are_named(monkeypatch):
+    monkeypatch.setattr(compiler, "missing_wheels", lambda: ["nvidia-nvvm"])
+    with pytest.raises(ModuleNotFoundError, match="nvidia-nvvm"):
+        compiler.devices.__wrapped__("h100")
