@@ -127,7 +127,7 @@ def rotate(x: Array) -> Array:
 
 
 class State(NamedTuple):
-    """All that a step changes, hence all that a checkpoint has to hold."""
+    """All that a step changes."""
 
     params: Any
     opt_state: Any

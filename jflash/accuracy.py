@@ -43,13 +43,23 @@ def outputs(fn: Callable, q: Array, k: Array, v: Array, do: Array, dlse: Array) 
     return Outputs(o, lse, *pull((do, dlse)))
 
 
-def run(case: Case, arrays: tuple[np.ndarray, ...], dtype: str | None = None, **how) -> Outputs:
-    """The outputs of attention() on a case; `how`: implementation and the like; dtype: the case's unless given."""
+def program(case: Case, arrays: tuple[np.ndarray, ...], dtype: str | None = None, **how):
+    """(compiled, arguments): forward and backward of attention() on a case, and what to call it with.
+
+    `how`: implementation and the like; dtype: the case's unless given.
+    """
     dtype = jnp.dtype(dtype or case.dtype)
     q, k, v, do = (jnp.asarray(x, dtype) for x in arrays[:4])
     dlse = jnp.asarray(arrays[4], jnp.promote_types(dtype, jnp.float32))
     fn = functools.partial(attention, **case.options(), return_lse=True, **how)
-    return jax.jit(functools.partial(outputs, fn))(q, k, v, do, dlse)
+    arguments = q, k, v, do, dlse
+    return jax.jit(functools.partial(outputs, fn)).lower(*arguments).compile(), arguments
+
+
+def run(case: Case, arrays: tuple[np.ndarray, ...], dtype: str | None = None, **how) -> Outputs:
+    """The outputs of attention() on a case; arguments as in program()."""
+    compiled, arguments = program(case, arrays, dtype, **how)
+    return compiled(*arguments)
 
 
 def exact(case: Case, arrays: tuple[np.ndarray, ...]) -> Outputs:

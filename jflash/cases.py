@@ -106,3 +106,10 @@ CASES = (
     Case(64, 100, head_dim=32, scale=-0.3),
     Case(64, 100, head_dim=32, scale=1.7, dtype="float16"),
 )
+
+# A few of them, and lengths at which memory shows: what `python -m jflash` runs.
+SELF_TEST = (
+    *CASES[::4],
+    Case(1024, 1024, batch=1, heads=4, kv_heads=4, causal=True),
+    Case(2048, 2048, batch=1, heads=4, kv_heads=4, dtype="bfloat16"),
+)
