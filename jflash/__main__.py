@@ -28,7 +28,11 @@ def main() -> int:
     print("attention in the same dtype, and rounding. Time and temporary memory of forward and backward, beside dense.\n")
     print(f"{'case':58}{'o':>18}{'lse':>18}{'dq':>18}{'dk':>18}{'dv':>18}{'ms / dense':>15}{'MiB / dense':>15}")
     wrong = [case.name for case in SELF_TEST if not check(case, implementation)]
-    print(f"\n{len(wrong)} of {len(SELF_TEST)} cases disagree: {', '.join(wrong)}" if wrong else f"\nall {len(SELF_TEST)} cases agree")
+    print(
+        f"\n{len(wrong)} of {len(SELF_TEST)} cases disagree: {', '.join(wrong)}"
+        if wrong
+        else f"\nall {len(SELF_TEST)} cases agree"
+    )
     return 1 if wrong else 0
 
 

@@ -78,9 +78,9 @@ def test_block_sizes_are_powers_of_two(name):
 
 
 def test_block_sizes_have_a_least():
-    with pytest.raises(ValueError, match="BlockSizes.block_kv must be a power of two, at least 16, got 8"):
+    with pytest.raises(ValueError, match=r"BlockSizes.block_kv must be a power of two, at least 16, got 8"):
         BlockSizes(block_kv=8)
-    with pytest.raises(ValueError, match="BlockSizes.num_stages must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"BlockSizes.num_stages must be at least 1, got 0"):
         BlockSizes(num_stages=0)
 
 

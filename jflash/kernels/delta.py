@@ -20,7 +20,7 @@ def delta(o: Array, do: Array, lse: Array, dlse: Array, launcher: Launcher) -> t
     """(lse2, delta), both float32 `[batch, heads, q_len]`: see tile.delta."""
     batch, q_len, heads, v_dim = o.shape
     head = lambda i, h, b: (b, h)
-    matrix, vector = memory.matrix_spec(q_len, v_dim, None, head), memory.vector_spec(q_len, None, head)
+    matrix, vector = memory.matrix_spec(o, None, head), memory.vector_spec(q_len, None, head)
     return launcher.call(
         functools.partial(_kernel, q_len=q_len, v_dim=v_dim),
         grid=(pl.cdiv(q_len, launcher.block_q), heads, batch),

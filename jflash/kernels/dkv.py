@@ -26,16 +26,16 @@ def dkv(
     group = heads // kv_heads
     side_by_side = group if group > 1 else None
     kv_head = lambda j, h, b: (b, h)
-    keys = memory.matrix_spec(kv_len, head_dim, None, kv_head)
-    values = memory.matrix_spec(kv_len, v_dim, None, kv_head)
+    keys = memory.matrix_spec(k, None, kv_head)
+    values = memory.matrix_spec(v, None, kv_head)
     return launcher.call(
         functools.partial(_kernel, head_dim=head_dim, v_dim=v_dim, group=group),
         grid=(pl.cdiv(kv_len, launcher.block_kv), kv_heads, batch),
         in_specs=[
-            memory.matrix_spec(q_len, head_dim, side_by_side, kv_head),
+            memory.matrix_spec(q, side_by_side, kv_head),
             keys,
             values,
-            memory.matrix_spec(q_len, v_dim, side_by_side, kv_head),
+            memory.matrix_spec(do, side_by_side, kv_head),
             memory.vector_spec(q_len, side_by_side, kv_head),
             memory.vector_spec(q_len, side_by_side, kv_head),
             memory.score_spec(score, kv_head),
@@ -75,7 +75,7 @@ def _kernel(
             grads = lax.fori_loop(lo, hi, functools.partial(visit, head=head, masked=masked), grads)
         return grads
 
-    zeros = lambda width: tuple(jnp.zeros((cols.size, chunk), jnp.float32) for chunk in memory.chunks(width))
+    zeros = lambda width: tuple(jnp.zeros((cols.size, chunk), jnp.float32) for chunk in memory.chunks(width, q_ref.dtype))
     grads = (zeros(head_dim), zeros(v_dim))
     dk, dv = visit_head(None, grads) if group == 1 else lax.fori_loop(0, group, visit_head, grads)
     Matrix(dk_ref, head_dim).store(cols, there, tuple(x * score.unit for x in dk))

@@ -20,19 +20,19 @@ from jflash.score import Score
 def dq(q: Array, k: Array, v: Array, do: Array, lse2: Array, delta: Array, score: Score, launcher: Launcher) -> Array:
     """dq, shaped like q."""
     batch, q_len, heads, head_dim = q.shape
-    kv_len, kv_heads, v_dim = v.shape[1:]
+    kv_heads, v_dim = v.shape[2:]
     group = heads // kv_heads
     q_head = lambda i, h, b: (b, h)
     kv_head = lambda i, h, b: (b, h // group)
-    queries = memory.matrix_spec(q_len, head_dim, None, q_head)
+    queries = memory.matrix_spec(q, None, q_head)
     (dq,) = launcher.call(
         functools.partial(_kernel, head_dim=head_dim, v_dim=v_dim),
         grid=(pl.cdiv(q_len, launcher.block_q), heads, batch),
         in_specs=[
             queries,
-            memory.matrix_spec(kv_len, head_dim, None, kv_head),
-            memory.matrix_spec(kv_len, v_dim, None, kv_head),
-            memory.matrix_spec(q_len, v_dim, None, q_head),
+            memory.matrix_spec(k, None, kv_head),
+            memory.matrix_spec(v, None, kv_head),
+            memory.matrix_spec(do, None, q_head),
             memory.vector_spec(q_len, None, q_head),
             memory.vector_spec(q_len, None, q_head),
             memory.score_spec(score, q_head),
@@ -63,7 +63,7 @@ def _kernel(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score, dq_ref, *, 
         )
         return numerics.add(dq, arith.combine(dqk, k))
 
-    dq = tuple(jnp.zeros((rows.size, chunk), jnp.float32) for chunk in memory.chunks(head_dim))
+    dq = tuple(jnp.zeros((rows.size, chunk), jnp.float32) for chunk in memory.chunks(head_dim, q_ref.dtype))
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
         dq = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), dq)
     Matrix(dq_ref, head_dim).store(rows, there, tuple(x * score.unit for x in dq))

@@ -20,24 +20,22 @@ from jflash.score import Score
 def forward(q: Array, k: Array, v: Array, score: Score, launcher: Launcher) -> tuple[Array, Array]:
     """(o, lse) of q, k, v: o `[batch, q_len, heads, v_dim]` like q, lse float32 `[batch, heads, q_len]`, natural."""
     batch, q_len, heads, head_dim = q.shape
-    kv_len, kv_heads, v_dim = v.shape[1:]
+    kv_heads, v_dim = v.shape[2:]
     group = heads // kv_heads
+    o = jax.ShapeDtypeStruct((batch, q_len, heads, v_dim), q.dtype)
     q_head = lambda i, h, b: (b, h)
     kv_head = lambda i, h, b: (b, h // group)
     return launcher.call(
         functools.partial(_kernel, head_dim=head_dim, v_dim=v_dim),
         grid=(pl.cdiv(q_len, launcher.block_q), heads, batch),
         in_specs=[
-            memory.matrix_spec(q_len, head_dim, None, q_head),
-            memory.matrix_spec(kv_len, head_dim, None, kv_head),
-            memory.matrix_spec(kv_len, v_dim, None, kv_head),
+            memory.matrix_spec(q, None, q_head),
+            memory.matrix_spec(k, None, kv_head),
+            memory.matrix_spec(v, None, kv_head),
             memory.score_spec(score, q_head),
         ],
-        out_specs=[memory.matrix_spec(q_len, v_dim, None, q_head), memory.vector_spec(q_len, None, q_head)],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, q_len, heads, v_dim), q.dtype),
-            jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32),
-        ],
+        out_specs=[memory.matrix_spec(o, None, q_head), memory.vector_spec(q_len, None, q_head)],
+        out_shape=[o, jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32)],
         name="jflash_forward",
     )(q, k, v, score)
 
@@ -58,7 +56,7 @@ def _kernel(q_ref, k_ref, v_ref, score, o_ref, lse_ref, *, head_dim: int, v_dim:
             state, q, k, v, score, rows.indices()[:, None], cols.indices()[None, :], masked, launcher.arithmetic
         )
 
-    state = tile.start(rows.size, memory.chunks(v_dim), jnp.float32)
+    state = tile.start(rows.size, memory.chunks(v_dim, v_ref.dtype), jnp.float32)
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
         state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)
     o, lse = tile.finish(state, score)

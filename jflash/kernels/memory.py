@@ -21,14 +21,19 @@ from jflash.score import Score
 SMALLEST_CHUNK = 16  # the least depth of a tensor-core product in 16-bit floats
 
 
-def chunks(width: int) -> tuple[int, ...]:
-    """head_dim as falling powers of two, the last one padded to 16: 96 is 64 + 32, 80 is 64 + 16, 72 is 64 + 16."""
+def chunks(width: int, dtype) -> tuple[int, ...]:
+    """head_dim as falling powers of two, the last one padded to 16: 96 is 64 + 32, 80 is 64 + 16, 72 is 64 + 16.
+
+    float32 is padded to one power of two instead: in chunks, ptxas gives up at 32 registers and spills up to 100 KB.
+    """
     padded = -(-width // SMALLEST_CHUNK) * SMALLEST_CHUNK
+    if jnp.dtype(dtype).itemsize > 2:
+        return (1 << (padded - 1).bit_length(),)
     return tuple(1 << bit for bit in reversed(range(padded.bit_length())) if padded >> bit & 1)
 
 
-def matrix_spec(length: int, width: int, group: int | None, index_map) -> pl.BlockSpec:
-    """All rows of one head of a [batch, length, heads, width] array; of `group` heads that lie side by side if given.
+def matrix_spec(x: Array | jax.ShapeDtypeStruct, group: int | None, index_map) -> pl.BlockSpec:
+    """All rows of one head of x `[batch, length, heads, width]`; of `group` heads that lie side by side if given.
 
     index_map(*grid) gives (batch, head), head counting groups if `group` is given.
     """
@@ -37,7 +42,7 @@ def matrix_spec(length: int, width: int, group: int | None, index_map) -> pl.Blo
         batch, head = index_map(*grid)
         return batch, 0, head, 0
 
-    return pl.BlockSpec((None, length, group, sum(chunks(width))), blocks)
+    return pl.BlockSpec((None, x.shape[1], group, sum(chunks(x.shape[3], x.dtype))), blocks)
 
 
 def vector_spec(length: int, group: int | None, index_map) -> pl.BlockSpec:
@@ -63,7 +68,7 @@ class Matrix:
     def _pieces(self, rows: Span, keep: Array | None):
         """(view of the ref, mask or None, chunk size) of each chunk."""
         start = 0
-        for size in chunks(self.width):
+        for size in chunks(self.width, self.ref.dtype):
             columns = pl.ds(start, size)
             row = pl.ds(rows.start, rows.size)
             view = self.ref.at[row, columns] if self.head is None else self.ref.at[row, self.head, columns]
