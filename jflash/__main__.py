@@ -58,7 +58,8 @@ def measure(case: Case, arrays, implementation: str | None) -> tuple[accuracy.Ou
         start = time.perf_counter()
         jax.block_until_ready(compiled(*arguments))
         seconds.append(time.perf_counter() - start)
-    return got, min(seconds), compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    return got, min(seconds), memory.temp_size_in_bytes if memory else 0
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from jflash.attention import attention
 from jflash.cases import Case
@@ -18,11 +19,11 @@ from jflash.cases import Case
 class Outputs(NamedTuple):
     """What one call of attention() and its transpose give."""
 
-    o: Array
-    lse: Array
-    dq: Array
-    dk: Array
-    dv: Array
+    o: Any  # arrays, of JAX or of numpy
+    lse: Any
+    dq: Any
+    dk: Any
+    dv: Any
 
 
 class Verdict(NamedTuple):
@@ -48,11 +49,9 @@ def program(case: Case, arrays: tuple[np.ndarray, ...], dtype: str | None = None
 
     `how`: implementation and the like; dtype: the case's unless given.
     """
-    dtype = jnp.dtype(dtype or case.dtype)
-    q, k, v, do = (jnp.asarray(x, dtype) for x in arrays[:4])
-    dlse = jnp.asarray(arrays[4], jnp.promote_types(dtype, jnp.float32))
+    dtype = dtype or case.dtype
+    arguments = *(jnp.asarray(x, dtype) for x in arrays[:4]), jnp.asarray(arrays[4], jnp.promote_types(dtype, jnp.float32))
     fn = functools.partial(attention, **case.options(), return_lse=True, **how)
-    arguments = q, k, v, do, dlse
     return jax.jit(functools.partial(outputs, fn)).lower(*arguments).compile(), arguments
 
 
@@ -68,11 +67,11 @@ def exact(case: Case, arrays: tuple[np.ndarray, ...]) -> Outputs:
         return Outputs(*map(np.asarray, run(case, arrays, dtype="float64", implementation="naive")))
 
 
-def distance(x: Array, x64: np.ndarray) -> float:
+def distance(x: ArrayLike, x64: np.ndarray) -> float:
     """max |x - x64|; two equal infinities are 0 apart, and a NaN is infinitely far from everything."""
-    x = np.asarray(x, np.float64)
+    got = np.asarray(x, np.float64)
     with np.errstate(invalid="ignore"):
-        apart = np.where(x == x64, 0.0, np.abs(x - x64))
+        apart = np.where(got == x64, 0.0, np.abs(got - x64))
     return float(np.max(np.where(np.isnan(apart), np.inf, apart), initial=0.0))
 
 

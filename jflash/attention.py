@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,36 @@ FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _logger = logging.getLogger("jflash")
 
 
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    q_offset: int | ArrayLike = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    precision: lax.PrecisionLike = ...,
+    block_sizes: BlockSizes | None = ...,
+    implementation: str | None = ...,
+) -> Array: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    q_offset: int | ArrayLike = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    precision: lax.PrecisionLike = ...,
+    block_sizes: BlockSizes | None = ...,
+    implementation: str | None = ...,
+) -> tuple[Array, Array]: ...
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -113,10 +144,10 @@ class ByPlatform:
     triton: Triton
     elsewhere: Online
 
-    def forward(self, *args):
+    def forward(self, *args: Any) -> Any:
         return lax.platform_dependent(*args, cuda=self.triton.forward, default=self.elsewhere.forward)
 
-    def backward(self, *args):
+    def backward(self, *args: Any) -> Any:
         return lax.platform_dependent(*args, cuda=self.triton.backward, default=self.elsewhere.backward)
 
 

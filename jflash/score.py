@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import operator
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jflash.numerics import LOG2E, smaller
@@ -119,13 +119,13 @@ class Score:
 
 def _window(window) -> tuple[int | None, int | None]:
     """(left, right), None where there is no limit."""
-    if window is None or isinstance(window, numbers.Integral):
+    if window is None or isinstance(window, (int, np.integer)):
         window = (window, window)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window must be an int, a pair (left, right) or None, got {window!r}")
     sides = []
     for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer))):
             raise TypeError(f"window must hold ints or None, got {window!r}")
         if side is not None and side < 0:
             raise ValueError(f"window must not be negative, got {window!r}")
@@ -150,7 +150,7 @@ def _offset(q_offset, batch: int) -> tuple[int, Array | None]:
 
 
 def _scale(scale) -> float:
-    if isinstance(scale, jax.core.Tracer):
+    if isinstance(scale, Tracer):
         raise TypeError("scale must be a Python number, got a traced value: multiply q by it instead and give scale=1.0")
     try:
         scale = float(scale)

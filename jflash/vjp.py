@@ -15,12 +15,12 @@ from jflash.score import Score
 class Engine(Protocol):
     """Something that computes attention and its gradient. Hashable: it is a static argument of custom_vjp."""
 
-    def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array, score: Score, /) -> tuple[Array, Array]:
         """(o, lse)"""
         ...
 
     def backward(
-        self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array
+        self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array, /
     ) -> tuple[Array, Array, Array]:
         """(dq, dk, dv)"""
         ...

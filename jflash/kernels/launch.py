@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -16,7 +17,7 @@ from jflash.numerics import Arithmetic
 @dataclasses.dataclass(frozen=True)
 class Launcher:
     launch: Launch
-    precision: object = None
+    precision: lax.PrecisionLike = None
     interpret: bool = False
 
     @property
