@@ -81,7 +81,7 @@ def verdicts(case: Case, arrays: tuple[np.ndarray, ...], got: Outputs, naive: Ou
     Naive may be right by luck where another order of the same sums is not (rows of one key, or one large logit a row),
     so the floor is what rounding alone may do: half a unit in the last place of the largest value for the result's
     dtype; what the rounding of a logit does to its exponential, in float32, or four times float32's own where logits
-    are small; and in dq and dk, where dp - delta cancels, the rounding of o in delta.
+    are small; and in dq and dk, where dp - delta cancels, the rounding of o in delta and that of the two sums.
     """
     q, k, _, do, dlse = arrays
     accumulated = float(jnp.finfo(jnp.promote_types(case.dtype, jnp.float32)).eps)
@@ -92,7 +92,7 @@ def verdicts(case: Case, arrays: tuple[np.ndarray, ...], got: Outputs, naive: Ou
     judged = []
     for name, x, x_naive, exact in zip(Outputs._fields, got, naive, x64, strict=True):
         half = float(jnp.finfo(x.dtype).eps) / 2
-        floor = (half + accumulated * max(4, logit)) * _largest(exact) + half * cancelled.get(name, 0)
+        floor = (half + accumulated * max(4, logit)) * _largest(exact) + (half + accumulated) * cancelled.get(name, 0)
         judged.append(Verdict(name, distance(x, exact), 2 * distance(x_naive, exact) + floor))
     return judged
 
