@@ -104,3 +104,8 @@ def smaller(a, b):
 def larger(a, b):
     """The maximum, like smaller()."""
     return max(a, b) if known(a, b) else jnp.maximum(a, b)
+
+
+def select(condition, a, b):
+    """a where `condition` holds, else b; known where all three are, like smaller()."""
+    return (a if condition else b) if isinstance(condition, bool) else jnp.where(condition, a, b)

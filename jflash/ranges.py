@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflash.numerics import known, larger, smaller
+from jflash.numerics import known, larger, select, smaller
 from jflash.score import Score
 
 Index = Any  # a Python int where it is known at trace time, an int32 scalar where it is not
@@ -92,7 +92,8 @@ def seeing_queries(score: Score, cols: Span, rows):
 def _tiles(bounds: Bounds, span: Span, length: int, block: int) -> Tiles:
     """Bounds move by one with each position, so the first and the last of a span tell about all of it.
 
-    They end at the last position that is there, so a tile that hangs over the end is never a full one.
+    They end at the last position that is there, so a tile that hangs over the end on either side is never a full one: a
+    pair with a key that is not there has the logit 0, and its exp(0 - lse) may be infinite.
     """
     lowest, common_last = bounds(span.start)
     common_first, highest = bounds(span.last(length))
@@ -100,6 +101,8 @@ def _tiles(bounds: Bounds, span: Span, length: int, block: int) -> Tiles:
     lo = smaller(_tile(lowest, block), hi)
     full_lo = smaller(larger(_tile(common_first + block - 1, block), lo), hi)
     full_hi = smaller(larger(_tile(common_last + 1, block), full_lo), hi)
+    if length % span.size:
+        full_hi = select(span.start + span.size <= length, full_hi, full_lo)
     return Tiles(lo, full_lo, full_hi, hi)
 
 

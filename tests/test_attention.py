@@ -198,6 +198,16 @@ def test_huge_logits_stay_finite_and_choose_the_largest(implementation, size):
 
 
 @pytest.mark.parametrize("implementation", TILED)
+def test_very_negative_logits_and_a_ragged_end(implementation):
+    # A padded key has the logit 0: beside logits of -700 its exp(0 - lse) is inf, and inf * 0 was a NaN in dq.
+    q, k = jnp.full((40, 1, 8), 5.0) + normal(40, 1, 8) / 10, jnp.full((75, 1, 8), -50.0) + normal(75, 1, 8, seed=1) / 10
+    v, do = normal(75, 1, 8, seed=2), normal(40, 1, 8, seed=3)
+    naive, got = (outputs(q, k, v, do, implementation=name) for name in ("naive", implementation))
+    for name, x, y in zip(got._fields, got, naive, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", TILED)
 def test_huge_equal_logits_share(implementation):
     q, k = jnp.full((40, 1, 8), 133120.0, jnp.bfloat16), jnp.full((75, 1, 8), 133120.0, jnp.bfloat16)
     v = normal(75, 1, 8, seed=2, dtype=jnp.bfloat16)

@@ -20,8 +20,8 @@ def dense(score):
     return np.broadcast_to(seen, (score.q_len, score.kv_len))
 
 
-def check(tiles, lines, block):
-    """`lines`: what is visible to a span, its positions down, those of the other side across."""
+def check(tiles, lines, block, whole):
+    """`lines`: what is visible to a span, its positions down, those of the other side across; whether it is `whole`."""
     length = lines.shape[1]
     lo, full_lo, full_hi, hi = (int(x) for x in tiles)
     assert 0 <= lo <= full_lo <= full_hi <= hi <= -(-length // block)
@@ -31,8 +31,9 @@ def check(tiles, lines, block):
             assert lo <= t < hi, "a tile with something to see is visited"
         if full_lo <= t < full_hi:
             assert tile.all(), "a tile without a mask is visible everywhere"
-            assert tile.shape[1] == block, "and does not hang over the end"
-        if tile.all() and tile.shape[1] == block:
+            assert whole, "and so is its span"
+            assert tile.shape[1] == block, "and neither hangs over the end"
+        if tile.all() and tile.shape[1] == block and whole:
             assert full_lo <= t < full_hi, "a tile that is visible everywhere needs no mask"
     if lines.any():
         assert lines[:, lo * block : (lo + 1) * block].any(), "the first visited tile has something to see"
@@ -51,13 +52,13 @@ def test_tiles_and_reach(lengths):
             for start in range(0, q_len, block_q):
                 lines = seen[start : start + block_q]
                 rows = Span(start, block_q)
-                check(ranges.kv_tiles(score, rows, block_kv), lines, block_kv)
+                check(ranges.kv_tiles(score, rows, block_kv), lines, block_kv, len(lines) == block_q)
                 np.testing.assert_array_equal(ranges.seen_keys(score, rows, np.arange(kv_len + 3))[:kv_len], lines.any(0))
                 assert not ranges.seen_keys(score, rows, np.arange(kv_len + 3))[kv_len:].any()
             for start in range(0, kv_len, block_kv):
                 lines = seen[:, start : start + block_kv].T
                 cols = Span(start, block_kv)
-                check(ranges.q_tiles(score, cols, block_q), lines, block_q)
+                check(ranges.q_tiles(score, cols, block_q), lines, block_q, len(lines) == block_kv)
                 np.testing.assert_array_equal(ranges.seeing_queries(score, cols, np.arange(q_len)), lines.any(0))
 
 
