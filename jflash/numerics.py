@@ -107,5 +107,8 @@ def larger(a, b):
 
 
 def select(condition, a, b):
-    """a where `condition` holds, else b; known where all three are, like smaller()."""
-    return (a if condition else b) if isinstance(condition, bool) else jnp.where(condition, a, b)
+    """a where `condition` holds, else b, for indices; known where all three are, like smaller()."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    # Not jnp.where: of two Python ints Pallas makes bools, the condition's own type.
+    return lax.select(condition, jnp.asarray(a, jnp.int32), jnp.asarray(b, jnp.int32))

@@ -94,7 +94,6 @@ def test_hot_loops_leave_the_tensor_cores_busy_on_h100(head_dim, forward, backwa
 @needs_compiler
 def test_kernels_are_in_the_program_for_a_gpu_and_not_in_the_one_for_a_cpu():
     f, arguments = attention(), avals(2, 1024, 4, 64)
-    kernels = lambda lowered: re.findall(r'name = "(jflash_\w+)"', lowered.as_text())
     assert sorted(kernels(machine_code.lower_for(f, *arguments, gpu="h100"))) == sorted(KERNELS)
     assert not kernels(jax.jit(f).trace(*arguments).lower(lowering_platforms=("cpu",)))
 
@@ -235,3 +234,19 @@ def test_missing_wheels_are_named(monkeypatch):
     monkeypatch.setattr(compiler, "missing_wheels", lambda: ["nvidia-nvvm"])
     with pytest.raises(ModuleNotFoundError, match="nvidia-nvvm"):
         compiler.devices.__wrapped__("h100")
+
+
+@pytest.mark.parametrize("lengths", [(64, 64), (100, 64), (64, 100), (1, 257), (1000, 1000)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 5}, {"causal": True, "q_offset": 7}])
+def test_any_length_lowers(lengths, options):
+    # Known and traced ranges lower differently: a select between two known ints was once refused.
+    q, k = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for length in lengths)
+    loss = lambda q, k, v: jnp.sum(jflash.attention(q, k, v, **options) ** 2)
+    assert set(kernels(machine_code.lower_for(jax.grad(loss, (0, 1, 2)), q, k, k, gpu="h100"))) == {
+        "jflash_forward", "jflash_delta", "jflash_dkv", "jflash_dq"
+    }  # fmt: skip
+
+
+def kernels(lowered: jax.stages.Lowered) -> list[str]:
+    """The names of the kernels in a lowered program."""
+    return re.findall(r'name = "(jflash_\w+)"', lowered.as_text())
