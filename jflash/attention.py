@@ -115,11 +115,9 @@ def attention(
     _check(q, k, v)
     if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
         raise TypeError(f"block_sizes must be a jflash.BlockSizes or None, got {block_sizes!r}")
-    if q.ndim == 3:
+    batched = q.ndim == 4
+    if not batched:
         q, k, v = q[None], k[None], v[None]
-        batched = False
-    else:
-        batched = True
     score = Score.of(q, k, causal=causal, window=window, q_offset=q_offset, scale=scale)
     engine = _engine(implementation, block_sizes or DEFAULTS, precision, q, v)
 

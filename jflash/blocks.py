@@ -64,12 +64,15 @@ class BlockSizes:
         return dataclasses.replace(default, **{name: value for name, value in chosen.items() if value is not None})
 
 
+DEFAULTS = BlockSizes()
+
+
 def default(kernel: str, dtype, width: int) -> Launch:
     """The Launch of "forward", "dkv", "dq" or "delta" for the GPU that is traced for and a head_dim or v_dim of `width`."""
     if kernel == "delta":
         return Launch(block_q=4096 // max(32, 1 << (width - 1).bit_length()), block_kv=16, num_warps=4, num_stages=1)
-    fitting = (width_ for width_ in WIDTHS if width_ >= width)
-    return _table(gpu.family(gpu.kind()))[kernel, jnp.dtype(dtype).itemsize, next(fitting)]
+    least_that_fits = min(w for w in WIDTHS if w >= width)
+    return _table(gpu.family(gpu.kind()))[kernel, jnp.dtype(dtype).itemsize, least_that_fits]
 
 
 @functools.cache
@@ -80,6 +83,3 @@ def _table(family: str) -> dict[tuple[str, int, int], Launch]:
         (entry.pop("kernel"), entry.pop("itemsize"), entry.pop("width")): Launch(**entry)
         for entry in json.loads(text)["launches"]
     }
-
-
-DEFAULTS = BlockSizes()

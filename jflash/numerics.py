@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 LOG2E = math.log2(math.e)  # exp(x) = exp2(x * LOG2E): the hardware has exp2 only
-LN2 = math.log(2.0)
 
 # Where a row's largest logit, in base-2 units, passes this, the rounding of m * slope moves every exponent of the
 # row by more than 2**6, and the row's probabilities overflow or vanish together (seen in the field with
@@ -27,17 +26,16 @@ def accumulator(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def reference_point(m: Array, unit: float) -> tuple[Array, Array]:
-    """(m, slope) of each row, so that a logit x has the weight exp2(slope * x - slope * m).
+def reference_point(m: Array, slope: float) -> tuple[Array, Array]:
+    """(m, slope) of each row with which a logit x has the weight exp2(slope * x - slope * m).
 
-    `m` is the row's largest logit so far, in multiples of `unit` natural units. One multiply-add an element is all
+    `m` is the row's largest logit so far, `slope` what a unit of it is in base 2. One multiply-add an element is all
     that the exponent costs. It is right for every finite m: the rounding of slope * m is a factor that a whole row
     shares and that cancels, and where it would overflow (HUGE_EXPONENT), logits are further apart than float32
     exponents reach, so the slope may be any power of two of that size: the product is then exact, and the weight of
     the largest logit is one and that of all smaller ones zero, as it must be. A row that has seen nothing (m = -inf)
     is measured from 0, so that its weights are exp2(-inf) = 0 and not exp2(-inf + inf).
     """
-    slope = unit * LOG2E
     coarse = 2.0 ** math.floor(math.log2(slope))
     slopes = jnp.where(jnp.abs(m) < HUGE_EXPONENT / slope, slope, coarse).astype(m.dtype)
     return jnp.where(m == -jnp.inf, 0.0, m), slopes

@@ -45,7 +45,7 @@ def forward(
     if masked:
         x = jnp.where(score.visible(rows, cols), x, -jnp.inf)
     m = jnp.maximum(state.m, jnp.max(x, axis=1))
-    origin, slope = numerics.reference_point(m, score.unit)
+    origin, slope = numerics.reference_point(m, score.slope)
     p = arith.exp2(x, slope[:, None], (origin * slope)[:, None])
     # Exactly one where the maximum stays: a rounding error here would be raised to the power of the number of tiles.
     alpha = arith.exp2(state.m - origin, slope, jnp.zeros_like(m))
