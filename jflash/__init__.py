@@ -1,7 +1,9 @@
 """Exact attention for JAX, in memory linear in the sequence."""
 
+from jflash.alibi import alibi_slopes as alibi_slopes
 from jflash.attention import attention as attention
 from jflash.blocks import BlockSizes as BlockSizes
+from jflash.dropout import dropout_mask as dropout_mask
 from jflash.score import Score as Score
 
 __version__ = "0.1.0"

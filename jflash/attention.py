@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import Any, Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jflash import gpu, kernels
+from jflash import arguments, gpu, kernels
+from jflash.arguments import MaskFn, Options, ScoreFn
 from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels import Triton
 from jflash.numerics import accumulator
@@ -21,40 +23,17 @@ from jflash.score import Score
 from jflash.vjp import Engine, attend
 
 IMPLEMENTATIONS = ("triton", "xla", "naive", "interpret")
-FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 _logger = logging.getLogger("jflash")
 
 
 @overload
 def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    causal: bool = ...,
-    window: int | tuple[int | None, int | None] | None = ...,
-    q_offset: int | ArrayLike = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    precision: lax.PrecisionLike = ...,
-    block_sizes: BlockSizes | None = ...,
-    implementation: str | None = ...,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
 ) -> Array: ...
 @overload
 def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    causal: bool = ...,
-    window: int | tuple[int | None, int | None] | None = ...,
-    q_offset: int | ArrayLike = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    precision: lax.PrecisionLike = ...,
-    block_sizes: BlockSizes | None = ...,
-    implementation: str | None = ...,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Array, Array]: ...
 def attention(
     q: ArrayLike,
@@ -64,7 +43,19 @@ def attention(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     q_offset: int | ArrayLike = 0,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    q_lengths: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    mask_fn: MaskFn | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    score_fn: ScoreFn | None = None,
+    score_args: Sequence[ArrayLike] = (),
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
     precision: lax.PrecisionLike = None,
     block_sizes: BlockSizes | None = None,
@@ -80,7 +71,18 @@ def attention(
         1 1 0 0 0         1 1 1 1 0          1 1 1 0 0         0 0 1 1 0
         1 1 1 0 0         1 1 1 1 1          0 1 1 1 0         0 0 0 1 1
 
-    All given conditions hold together. A query that sees no key gives o = 0, lse = -inf and zero gradients.
+        segment_ids=(     kv_lengths=3       q_lengths=2       mask_fn=lambda b, h, i, j:
+          [0, 0, 1],                                             (i + j) % 2 == 0
+          [0, 1, 1, 1, 2])
+        1 0 0 0 0         1 1 1 0 0          1 1 1 1 1         1 0 1 0 1
+        1 0 0 0 0         1 1 1 0 0          1 1 1 1 1         0 1 0 1 0
+        0 1 1 1 0         1 1 1 0 0          0 0 0 0 0         1 0 1 0 1
+
+    All given conditions hold together. A query that sees no key gives o = 0, lse = -inf (or its sink) and zero
+    gradients. What no query sees may hold anything, NaN included.
+
+    The logit of a pair is built in this order: `scale` · q·k, `softcap`, plus `bias`, `score_fn`, then visibility. In
+    shapes below, heads and lengths are those of q and k; inputs without batch leave `batch` out everywhere.
 
     Args:
       q: `[batch, q_len, heads, head_dim]` or `[q_len, heads, head_dim]`; float16, bfloat16, float32 or (not in the
@@ -93,7 +95,38 @@ def attention(
         means no limit. 0 is that position alone.
       q_offset: where the first query stands: an int, or an int32 scalar or `[batch]` array, traced or not. For a chunk
         of a longer sequence, where the chunk begins; for a cache, kv_len - q_len. Positions stay within ±2**29.
+      segment_ids: integers of at most 32 bits, `[batch, length]` for queries and keys, or a pair of them, `[batch,
+        q_len]` and `[batch, kv_len]`: a query sees the keys that have its id. For packed documents; tiles that cannot
+        match are skipped, which is most of them where ids are sorted, and unsorted ids are right, only slower.
+      q_lengths: an integer or `[batch]`: how many queries are there; the others see nothing.
+      kv_lengths: an integer or `[batch]`: how many keys are there.
+      mask: bool, broadcastable to `[batch, heads, q_len, kv_len]`: True where a query sees a key.
+      mask_fn: mask_fn(b, h, i, j) -> bool, the same as a function of batch element, head and the positions of query
+        and key, int32 scalars or arrays that broadcast against each other. Elementwise JAX, traced into each tile;
+        closes over no arrays. A new function means a new compilation: define it once, not in each call.
       scale: what q·kᵀ is multiplied by; 1 / sqrt(head_dim) by default. A Python number, not a traced value.
+      softcap: c > 0, a Python number: logits become c · tanh(logit / c), smoothly limited to ±c.
+      bias: float of at most 32 bits (64 for float64), broadcastable to `[batch, heads, q_len, kv_len]`, added to the
+        logits; may hold -inf, which hides a pair. Its gradient has its own shape and dtype and is summed, in a fixed
+        order and in no more memory than that, where it is broadcast.
+      score_fn: score_fn(s, b, h, i, j, *score_args) -> s, any elementwise JAX function of a logit, traced into each
+        tile and differentiated there. s is float32 (float64), the integers are those of mask_fn. ALiBi::
+
+            attention(q, k, v, score_fn=lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j),
+                      score_args=(jflash.alibi_slopes(heads),))
+
+        Closes over no arrays: those travel in score_args. As with mask_fn, define it once.
+      score_args: a tuple of small arrays for score_fn, floats (with gradients) or integers. Inside score_fn one without
+        dimensions is a number, and the others can be indexed with one integer or integer array for each dimension
+        (`table[h, i - j]`; an index outside means the nearest inside) and nothing else. Their gradients are summed
+        in a fixed order on a GPU: look-ups by a number (`slopes[h]`) cost next to nothing, one by an array costs, for
+        each tile, a pass over it for each index between the least and the largest that occur in it, so a table
+        `[heads, buckets]` is cheaper than `[buckets, heads]`.
+      sinks: float `[heads]`: a logit that takes part in the softmax of each row and has no value. Has a gradient.
+      dropout_rate: the probability, in [0, 1), that a probability is dropped; the others are divided by 1 - rate. A
+        Python number.
+      dropout_key: a `jax.random` key, new style or raw, which decides with (b, h, i, j) alone what is kept: whatever the
+        tile sizes, the device, the direction. `jflash.dropout_mask` writes it out. i counts queries from 0.
       return_lse: return (o, lse), both differentiable.
       precision: of the matrix products, as in `jnp.einsum`, with the same default.
       block_sizes: tile sizes, see BlockSizes; chosen by jflash where not given.
@@ -104,32 +137,45 @@ def attention(
 
     Returns:
       o `[batch, q_len, heads, v_dim]` with q's dtype, without batch where q has none; with return_lse also lse
-      `[batch, heads, q_len]`, the natural log-sum-exp of each query's logits, float32 (float64 for float64).
+      `[batch, heads, q_len]`, the natural log-sum-exp of each query's logits, sink included and dropout not, float32
+      (float64 for float64).
 
     Raises:
       TypeError, ValueError: with the argument, what was expected and what came.
 
-    Sources: Dao et al. 2022 (arXiv:2205.14135), algorithms 1 and 4; Dao 2023 (arXiv:2307.08691), section 3.
+    Sources: Dao et al. 2022 (arXiv:2205.14135), algorithms 1 and 4; Dao 2023 (arXiv:2307.08691), section 3. ALiBi: Press et
+    al. 2022 (arXiv:2108.12409). Sinks: Xiao et al. 2024 (arXiv:2309.17453) and gpt-oss. softcap: Gemma 2
+    (arXiv:2408.00118). The form of score_fn and mask_fn: PyTorch's FlexAttention (arXiv:2412.05496).
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
-    _check(q, k, v)
+    arguments.arrays(q, k, v)
     if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
         raise TypeError(f"block_sizes must be a jflash.BlockSizes or None, got {block_sizes!r}")
     batched = q.ndim == 4
     if not batched:
         q, k, v = q[None], k[None], v[None]
-    score = Score.of(q, k, causal=causal, window=window, q_offset=q_offset, scale=scale)
+    score = Score.of(
+        q, k, batched=batched, causal=causal, window=window, q_offset=q_offset, segment_ids=segment_ids, q_lengths=q_lengths,
+        kv_lengths=kv_lengths, mask=mask, mask_fn=mask_fn, scale=scale, softcap=softcap, bias=bias, score_fn=score_fn,
+        score_args=score_args, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
+    )  # fmt: skip
     engine = _engine(implementation, block_sizes or DEFAULTS, precision, q, v)
 
     if q.size == 0 or k.size == 0 or v.size == 0:  # no query or no key: nothing to launch a kernel for
-        o = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
-        lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, accumulator(q.dtype))
+        o, lse = _nothing(q, v, score)
     elif engine is None:
         o, lse = naive_attention(q, k, v, score, precision=precision)
     else:
         o, lse = _attend(engine, q, k, v, score)
     o, lse = (o, lse) if batched else (o[0], lse[0])
     return (o, lse) if return_lse else o
+
+
+def _nothing(q: Array, v: Array, score: Score) -> tuple[Array, Array]:
+    """(o, lse) of queries that see no key."""
+    shape, dtype = (q.shape[0], q.shape[2], q.shape[1]), accumulator(q.dtype)
+    sinks = jnp.float32(-jnp.inf) if score.sinks is None else score.sinks[:, None]
+    return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.broadcast_to(sinks.astype(dtype), shape)
 
 
 _attend = jax.jit(attend, static_argnums=0)  # so that a call outside of jit compiles once, not operation by operation
@@ -173,28 +219,3 @@ def _engine(implementation: str | None, blocks: BlockSizes, precision, q: Array,
 @functools.cache
 def _log_once(why_not: str) -> None:
     _logger.warning('attention runs as implementation="xla" on this GPU: %s', why_not)
-
-
-def _check(q: Array, k: Array, v: Array) -> None:
-    """Ranks, dtypes and shapes."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim not in (3, 4):
-            raise ValueError(f"{name} must be [batch, length, heads, width] or [length, heads, width], got shape {x.shape}")
-        if x.ndim != q.ndim:
-            raise ValueError(f"{name} must have the rank of q, {q.ndim}, got shape {x.shape}")
-        if x.dtype not in FLOATS:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-        if x.shape[-1] == 0:
-            raise ValueError(f"{name} must have a width of at least 1, got shape {x.shape}")
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[:-3] != q.shape[:-3]:
-            raise ValueError(f"{name} must have the batch size of q, {q.shape[0]}, got shape {x.shape}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k must have the head_dim of q, {q.shape[-1]}, got shape {k.shape}")
-    if v.shape[-3:-1] != k.shape[-3:-1]:
-        raise ValueError(f"v must have the kv_len and kv_heads of k, {k.shape[-3:-1]}, got shape {v.shape}")
-    heads, kv_heads = q.shape[-2], k.shape[-2]
-    if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"the heads of q must be a multiple of the kv_heads of k and v, {kv_heads}, got {heads}")

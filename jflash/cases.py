@@ -5,8 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+# Functions of a logit as models use them, by name; score_args() makes their arrays.
+BUCKETS = 8
+SCORE_FNS = {
+    "alibi": lambda s, b, h, i, j, slopes: s - slopes[h] * jnp.abs(i - j),
+    "t5": lambda s, b, h, i, j, table: s + table[h, jnp.minimum(jnp.abs(i - j) // 4, BUCKETS - 1)],
+    "tanh": lambda s, b, h, i, j: 3.0 * jnp.tanh(s / 3.0),
+    # A distance decay, exact only where it is visible: behind the query its logarithm is NaN.
+    "decay": lambda s, b, h, i, j, rates, power: s - jnp.exp(rates[h]) * jnp.log((i - j + 1).astype(s.dtype)) * power,
+}
+MASK_FNS = {"thirds": lambda b, h, i, j: (i + j + h + b) % 3 != 0, "nothing": lambda b, h, i, j: i + j < 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +38,17 @@ class Case:
     q_offset: int | tuple[int, ...] = 0  # a tuple: one a batch element, given as an array
     scale: float | None = None
     values: str = "normal"  # "large": logits of ±1e4; "identical": all logits of a row are equal
+    segments: str | None = None  # "packed": sorted ids, four documents; "unsorted": ids at random; "one": all the same
+    q_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    mask: str | None = None  # its dimensions, right ones first to go: "bhqk", "b11k", "qk", ...
+    mask_fn: str | None = None  # a name in MASK_FNS
+    softcap: float | None = None
+    bias: str | None = None  # like mask
+    bias_holes: bool = False  # a tenth of the bias is -inf
+    score_fn: str | None = None  # a name in SCORE_FNS
+    sinks: bool = False
+    dropout_rate: float = 0.0
 
     @property
     def name(self) -> str:
@@ -33,16 +56,58 @@ class Case:
         text = f"{self.q_len}x{self.kv_len} d{self.head_dim}"
         text += "" if self.v_dim is None else f"/{self.v_dim}"
         text += "" if self.heads == self.kv_heads else f" {self.heads}over{self.kv_heads}"
-        for field in ("dtype", "causal", "window", "q_offset", "scale", "values"):
+        shapes = ("q_len", "kv_len", "head_dim", "v_dim", "heads", "kv_heads", "batch")
+        for field in (f.name for f in dataclasses.fields(self) if f.name not in shapes):
             value, default = getattr(self, field), getattr(Case, field)
             if value != default:
-                text += f" {field}" if value is True else f" {value}" if isinstance(value, str) else f" {field} {value}"
+                bare = field in ("dtype", "values", "score_fn") and isinstance(value, str)
+                text += f" {value}" if bare else f" {field}" if value is True else f" {field} {value}"
         return text
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of attention()."""
-        offset = jnp.array(self.q_offset, jnp.int32) if isinstance(self.q_offset, tuple) else self.q_offset
-        return {"causal": self.causal, "window": self.window, "q_offset": offset, "scale": self.scale}
+        """The keyword arguments of attention() but those that have gradients."""
+        random = np.random.default_rng(1)
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("causal", "window", "scale", "softcap")}
+        options["q_offset"] = jnp.array(self.q_offset, jnp.int32) if isinstance(self.q_offset, tuple) else self.q_offset
+        for name in ("q_lengths", "kv_lengths"):
+            if getattr(self, name) is not None:
+                options[name] = jnp.array(getattr(self, name), jnp.int32)
+        if self.segments:
+            ids = [random.integers(0, 1 if self.segments == "one" else 4, (self.batch, n)) for n in (self.q_len, self.kv_len)]
+            if self.segments == "packed":
+                ids = [np.sort(x, axis=1) for x in ids]
+            options["segment_ids"] = tuple(jnp.array(x, jnp.int32) for x in ids)
+        if self.mask is not None:
+            options["mask"] = jnp.array(random.random(self._dimensions(self.mask)) < 0.7)
+        if self.mask_fn is not None:
+            options["mask_fn"] = MASK_FNS[self.mask_fn]
+        if self.score_fn is not None:
+            options["score_fn"] = SCORE_FNS[self.score_fn]
+        if self.dropout_rate:
+            options |= {"dropout_rate": self.dropout_rate, "dropout_key": jax.random.key(5)}
+        return options
+
+    def _dimensions(self, names: str) -> tuple[int, ...]:
+        sizes = {"b": self.batch, "h": self.heads, "q": self.q_len, "k": self.kv_len, "1": 1}
+        return tuple(sizes[name] for name in names)
+
+    def parameters(self) -> dict[str, Any]:
+        """The keyword arguments of attention() that have gradients, as float64 that the case's dtype can hold exactly."""
+        random = np.random.default_rng(2)
+        parameters: dict[str, Any] = {}
+        if self.bias is not None:
+            shape = self._dimensions(self.bias)
+            holes = random.random(shape) < 0.1 * self.bias_holes
+            parameters["bias"] = np.where(holes, -np.inf, random.standard_normal(shape))
+        if self.sinks:
+            parameters["sinks"] = random.standard_normal(self.heads)
+        if self.score_fn in ("alibi", "t5"):
+            shape = {"alibi": (self.heads,), "t5": (self.heads, BUCKETS)}[self.score_fn]
+            parameters["score_args"] = (random.standard_normal(shape) / 8,)
+        if self.score_fn == "decay":
+            parameters["score_args"] = random.standard_normal(self.heads) - 1, random.standard_normal()
+        dtype = jnp.dtype(self.dtype)
+        return jax.tree.map(lambda x: np.asarray(np.asarray(x).astype(dtype), np.float64), parameters)
 
     def arrays(self, seed: int = 0) -> tuple[np.ndarray, ...]:
         """q, k, v and the cotangents do and dlse, as float64 numbers that the case's dtype can hold exactly."""
@@ -105,7 +170,47 @@ CASES = (
     Case(64, 100, head_dim=32, scale=0.0, causal=True),
     Case(64, 100, head_dim=32, scale=-0.3),
     Case(64, 100, head_dim=32, scale=1.7, dtype="float16"),
-)
+    # Each option of the score alone.
+    Case(100, 140, head_dim=32, segments="packed", dtype="bfloat16", heads=4, kv_heads=2),
+    Case(70, 45, head_dim=16, segments="unsorted"),
+    Case(64, 64, head_dim=16, segments="one", causal=True),
+    Case(75, 75, head_dim=16, q_lengths=(0, 50), causal=True),
+    Case(40, 100, head_dim=16, kv_lengths=(33, 0), dtype="float16", heads=3, kv_heads=1),
+    Case(40, 75, head_dim=16, mask="bhqk", heads=4, kv_heads=2),
+    Case(40, 75, head_dim=16, mask="1hq1", dtype="bfloat16"),
+    Case(40, 75, head_dim=16, mask="b11k", heads=2, kv_heads=1),
+    Case(40, 75, head_dim=16, mask="qk"),
+    Case(40, 75, head_dim=16, mask="1"),
+    Case(40, 75, head_dim=16, mask_fn="thirds", heads=4, kv_heads=2, dtype="float16"),
+    Case(40, 75, head_dim=16, mask_fn="nothing"),
+    Case(40, 75, head_dim=32, softcap=1.5),
+    Case(40, 75, head_dim=32, softcap=30.0, values="large", dtype="float16"),
+    Case(40, 75, head_dim=16, bias="bhqk", bias_holes=True, heads=4, kv_heads=2),
+    Case(40, 75, head_dim=16, bias="1h1k", dtype="bfloat16", heads=4, kv_heads=2),
+    Case(70, 40, head_dim=16, bias="q1", dtype="float16"),
+    Case(40, 75, head_dim=16, bias="b1qk", heads=3, kv_heads=1),
+    Case(40, 75, head_dim=16, bias="b11k", bias_holes=True, heads=2, kv_heads=1),
+    Case(40, 75, head_dim=16, bias="h11"),
+    Case(40, 75, head_dim=16, bias=""),
+    Case(1, 20, head_dim=16, bias="bhqk"),
+    Case(40, 75, head_dim=16, score_fn="alibi", heads=6, kv_heads=2),
+    Case(40, 75, head_dim=16, score_fn="t5", dtype="bfloat16", q_offset=7, heads=3, kv_heads=3),
+    Case(40, 75, head_dim=16, score_fn="tanh", dtype="float16"),
+    Case(75, 75, head_dim=16, score_fn="decay", causal=True, heads=2, kv_heads=1),
+    Case(40, 75, head_dim=16, sinks=True, heads=4, kv_heads=2),
+    Case(75, 40, head_dim=16, sinks=True, causal=True, q_offset=-20, scale=-0.4, dtype="bfloat16"),
+    Case(40, 75, head_dim=16, dropout_rate=0.3, heads=4, kv_heads=2),
+    Case(75, 75, head_dim=16, dropout_rate=0.9, causal=True, dtype="bfloat16"),
+    # As models combine them, and all together.
+    Case(150, 150, head_dim=64, segments="packed", causal=True, window=(40, 0), dtype="bfloat16", heads=4, kv_heads=2),
+    Case(75, 75, head_dim=32, bias="1hqk", mask="b11k", heads=4, kv_heads=4),
+    Case(75, 75, head_dim=64, softcap=5.0, sinks=True, causal=True, window=(20, 0), dtype="float16"),
+    Case(
+        75, 75, head_dim=16, segments="packed", q_lengths=(70, 75), kv_lengths=(75, 66), mask="b1qk", mask_fn="thirds",
+        softcap=4.0, bias="1hqk", bias_holes=True, score_fn="decay", sinks=True, dropout_rate=0.2, causal=True,
+        window=(60, None), heads=4, kv_heads=2,
+    ),
+)  # fmt: skip
 
 # A few of them, and lengths at which memory shows: what `python -m jflash` runs.
 SELF_TEST = (

@@ -3,104 +3,225 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.core import Tracer
-from jax.typing import ArrayLike
 
+from jflash import arguments, dropout
+from jflash.arguments import MaskFn, ScoreFn, ScoreOptions
 from jflash.numerics import LOG2E, smaller
+from jflash.table import Table
 
-# No position lies farther from 0, so that sums of three of them (an offset, an index, a window) fit into int32.
-FARTHEST = 2**29
+
+class Pairs(NamedTuple):
+    """Which pairs a tile holds: integers, scalars or arrays that broadcast to the tile. i and j count from 0."""
+
+    b: Array
+    h: Array
+    i: Array
+    j: Array
+
+
+class Operands(NamedTuple):
+    """What the logits of a tile are computed from, all as large as the tile."""
+
+    qk: Array
+    bias: Array | None = None
+    values: tuple[Array, ...] = ()  # what score_fn reads from its floating-point arrays, in order
+
+    def where(self, visible: Array) -> Operands:
+        """Zero where not visible, so that nothing that a hidden pair holds can reach a sum."""
+        return jax.tree.map(lambda x: jnp.where(visible, x, 0), self)
+
+
+def static(default: Any = dataclasses.MISSING) -> Any:
+    """A field that is part of the program, not of its data."""
+    return dataclasses.field(default=default, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Which keys a query sees, and with what logit. Options are static fields, arrays are leaves (None where absent).
+    """Which keys a query sees, with what logit, and which probabilities are kept. Options are static fields, arrays leaves.
 
-    One Score travels from attention() through custom_vjp into every implementation. On the host its leaves are arrays
-    with a leading batch axis; a kernel's block specs are a Score too, and so are the refs inside it; select() turns
-    either into the Score of one batch element, and only then do the questions below have an answer.
+    One Score travels from attention() through custom_vjp into every implementation. On the host its leaves are whole
+    arrays; a kernel's block specs are a Score too, and so are the refs inside it. select() turns either into the Score of
+    one batch element, which answers what ranges.py asks; and an engine makes of that the Score of one tile, whose leaves
+    broadcast to the tile, and which answers what tile.py asks: what is visible, what is the logit, what is kept.
 
     Query i stands at position offset + i and sees the keys from `left` before that position to `right` behind it
     (None: no limit), of which there are kv_len. causal=True has become right = 0.
     """
 
-    q_len: int = dataclasses.field(metadata={"static": True})
-    kv_len: int = dataclasses.field(metadata={"static": True})
-    scale: float = dataclasses.field(metadata={"static": True})
-    left: int | None = dataclasses.field(default=None, metadata={"static": True})
-    right: int | None = dataclasses.field(default=None, metadata={"static": True})
-    static_offset: int = dataclasses.field(default=0, metadata={"static": True})
-    q_offset: Any = None  # int32 [batch] on the host, a ref in a kernel, a scalar after select()
+    q_len: int = static()
+    kv_len: int = static()
+    scale: float = static()
+    left: int | None = static(None)
+    right: int | None = static(None)
+    static_offset: int = static(0)
+    softcap: float | None = static(None)
+    mask_fn: MaskFn | None = static(None)  # noqa: RUF009
+    score_fn: ScoreFn | None = static(None)  # noqa: RUF009
+    arg_shapes: tuple[tuple[int, ...], ...] = static(())
+    dropout_rate: float = static(0.0)
+
+    # One for each batch element: int32 [batch] on the host, scalars after select().
+    q_offset: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    # One for each query or key: int32 [batch, length].
+    q_segments: Any = None
+    kv_segments: Any = None
+    # What segments leave to visit, and what is reached at all, see ranges.py: int32 [batch, tiles, 4], int8 [batch,
+    # kv_heads, kv_len] and [batch, heads, q_len].
+    visits: Any = None
+    key_seen: Any = None
+    query_sees: Any = None
+    # One for each pair: [batch, heads, q_len, kv_len], each of these or 1.
+    mask: Any = None
+    bias: Any = None
+    # One for each head: float [heads], and uint32 [batch, heads, 2].
+    sinks: Any = None
+    dropout_keys: Any = None
+    # What score_fn reads, flattened.
+    args: tuple[Any, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        q: Array,
-        k: Array,
-        *,
-        causal: bool = False,
-        window: int | tuple[int | None, int | None] | None = None,
-        q_offset: int | ArrayLike = 0,
-        scale: float | None = None,
-    ) -> Score:
-        """The Score of q `[batch, q_len, heads, head_dim]` and k `[batch, kv_len, ...]`; options as in attention()."""
-        for name, length in (("q", q.shape[1]), ("k", k.shape[1])):
-            if length > FARTHEST:
-                raise ValueError(f"{name} must be at most {FARTHEST} long, got {length}")
-        left, right = _window(window)
-        if not isinstance(causal, (bool, np.bool_)):
-            raise TypeError(f"causal must be a bool, got {causal!r}")
-        if causal:
+    def of(cls, q: Array, k: Array, *, batched: bool = True, **options: Unpack[ScoreOptions]) -> Score:
+        """The Score of q `[batch, q_len, heads, head_dim]` and k `[batch, kv_len, ...]`; options as in attention().
+
+        `batched`: whether the arrays among the options have a batch axis, or may have.
+        """
+        batch, q_len, heads, head_dim = q.shape
+        kv_len = k.shape[1]
+        get = options.get
+        shape = (batch, heads, q_len, kv_len)
+        left, right = arguments.window(get("window"))
+        if arguments.causal(get("causal", False)):
             right = 0
-        static_offset, offsets = _offset(q_offset, len(q))
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else _scale(scale)
-        return cls(q.shape[1], k.shape[1], scale, left, right, static_offset, offsets)
+        static_offset, q_offset = arguments.q_offset(get("q_offset", 0), batch)
+        q_segments, kv_segments = arguments.segment_ids(get("segment_ids"), batch, q_len, kv_len, batched)
+        score_fn, args = arguments.score_fn(get("score_fn"), get("score_args", ()), q.dtype, on_arrays)
+        rate, dropout_keys = arguments.dropout_keys(get("dropout_rate", 0.0), get("dropout_key"), batch, heads)
+        return cls(
+            q_len=q_len,
+            kv_len=kv_len,
+            scale=arguments.scale(get("scale"), head_dim),
+            left=left,
+            right=right,
+            static_offset=static_offset,
+            softcap=arguments.softcap(get("softcap")),
+            mask_fn=arguments.mask_fn(get("mask_fn")),
+            score_fn=score_fn,
+            arg_shapes=tuple(x.shape for x in args),
+            dropout_rate=rate,
+            q_offset=q_offset,
+            q_lengths=arguments.lengths("q_lengths", get("q_lengths"), batch, q_len),
+            kv_lengths=arguments.lengths("kv_lengths", get("kv_lengths"), batch, kv_len),
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            mask=arguments.mask(get("mask"), shape, batched),
+            bias=arguments.bias(get("bias"), shape, batched, q.dtype),
+            sinks=arguments.sinks(get("sinks"), heads, q.dtype),
+            dropout_keys=dropout_keys,
+            args=tuple(jnp.ravel(x) for x in args),
+        )
+
+    def replace(self, **leaves: Any) -> Score:
+        return dataclasses.replace(self, **leaves)
+
+    def map_leaves(self, fn: Callable[[str, Any], Any]) -> Score:
+        """The Score with fn(name, leaf) in place of each leaf that is there; `args` is one of them."""
+        leaves = {name: getattr(self, name) for name in LEAVES}
+        return self.replace(
+            **{
+                name: fn(name, leaf)
+                for name, leaf in leaves.items()
+                if not (leaf is None or (isinstance(leaf, tuple) and not leaf))
+            }
+        )
+
+    def only(self, *names: str) -> Score:
+        """This Score with no other leaves than these."""
+        return self.map_leaves(lambda name, leaf: leaf if name in names else jax.tree.map(lambda _: None, leaf))
+
+    @property
+    def options_class(self) -> str:
+        """For the choice of tile sizes: "plain" where a pair costs no more than a comparison or two, else "general"."""
+        return "plain" if self.plain and self.banded and self.dropout_keys is None else "general"
 
     # ------------------------------------------------------------------------------------------- one batch element
 
     def select(self, read=lambda leaf: leaf[0]) -> Score:
-        """The Score of one batch element; `read` takes a leaf's value out of its block or ref."""
-        return self if self.q_offset is None else dataclasses.replace(self, q_offset=read(self.q_offset))
+        """The Score of one batch element, for ranges.py; `read` takes its number out of a leaf that has one for each."""
+        return self.map_leaves(lambda name, leaf: read(leaf) if name in ONE_FOR_EACH else leaf)
 
     @property
     def offset(self) -> int | Array:
         return self.static_offset if self.q_offset is None else self.q_offset
 
+    @property
+    def queries(self) -> int | Array:
+        """How many queries are there: those behind them see nothing."""
+        return self.q_len if self.q_lengths is None else self.q_lengths
+
+    @property
+    def keys(self) -> int | Array:
+        """How many keys are there."""
+        return self.kv_len if self.kv_lengths is None else self.kv_lengths
+
     # ------------------------------------------------------------------------------------------- is it visible?
 
+    @property
+    def patterned(self) -> bool:
+        """True where any pair may be hidden, so that no tile can be known to be visible everywhere."""
+        return self.mask is not None or self.mask_fn is not None
+
+    @property
+    def banded(self) -> bool:
+        """True where key_bounds and query_bounds tell all about visibility."""
+        return not self.patterned and self.q_segments is None
+
     def key_bounds(self, rows):
-        """(first, last) of the keys that the queries `rows` see, last included; first > last where there are none."""
+        """(first, last) of the keys that the queries `rows` may see, last included; first > last where there are none.
+
+        Of segments, masks and functions the bounds know nothing.
+        """
         first = 0 if self.left is None else rows + (self.offset - self.left)
-        last = self.kv_len - 1 if self.right is None else smaller(rows + (self.offset + self.right), self.kv_len - 1)
+        last = self.keys - 1 if self.right is None else smaller(rows + (self.offset + self.right), self.keys - 1)
         return first, last
 
     def query_bounds(self, cols):
-        """(first, last) of the queries that see the keys `cols`: key_bounds with the two sides exchanged."""
+        """(first, last) of the queries that may see the keys `cols`: key_bounds with the two sides exchanged."""
         first = 0 if self.right is None else cols - (self.offset + self.right)
-        last = self.q_len - 1 if self.left is None else smaller(cols - (self.offset - self.left), self.q_len - 1)
+        last = self.queries - 1 if self.left is None else smaller(cols - (self.offset - self.left), self.queries - 1)
         return first, last
 
-    def visible(self, rows: Array, cols: Array) -> Array:
-        """True where the queries `rows` see the keys `cols`; the two broadcast against each other."""
-        first, last = self.key_bounds(rows)
-        below = cols <= last
-        return below if self.left is None else below & (cols >= first)
+    def visible(self, at: Pairs) -> Array:
+        """True where a pair's query sees its key."""
+        first, last = self.key_bounds(at.i)
+        seen = at.j <= last
+        if self.left is not None:
+            seen &= at.j >= first
+        if self.q_lengths is not None or not self.banded:
+            seen &= at.i < self.queries
+        if self.q_segments is not None:
+            seen &= self.q_segments == self.kv_segments
+        if self.mask is not None:
+            seen &= self.mask
+        if self.mask_fn is not None:
+            seen &= self.mask_fn(at.b, at.h, at.i + self.offset, at.j)
+        return seen
 
     # ------------------------------------------------------------------------------------------- what is its logit?
 
     @property
     def plain(self) -> bool:
         """True where the logit is just scale * qk with a positive scale, which then costs nothing an element."""
-        return self.scale > 0
+        return self.scale > 0 and self.softcap is None and self.bias is None and self.score_fn is None
 
     @property
     def unit(self) -> float:
@@ -112,50 +233,76 @@ class Score:
         """What one unit of logit() is in base-2 units."""
         return self.unit * LOG2E
 
-    def logit(self, qk: Array, rows: Array, cols: Array) -> Array:
-        """The logit of each pair in multiples of `unit`, from the raw product qk."""
-        return qk if self.plain else qk * self.scale
+    def operands(self, qk: Array, at: Pairs) -> Operands:
+        """All that the logits of a tile depend on, from the raw product qk."""
+        values = [jnp.broadcast_to(value, qk.shape) for _, _, value in self.lookups(qk, at)]
+        bias = None if self.bias is None else jnp.broadcast_to(self.bias.astype(qk.dtype), qk.shape)
+        return Operands(qk, bias, tuple(values))
+
+    def logit(self, operands: Operands, at: Pairs) -> Array:
+        """The logit of each pair in multiples of `unit`."""
+        if self.plain:
+            return operands.qk
+        if self.softcap is None:
+            s = operands.qk * self.scale
+        else:
+            s = self.softcap * jnp.tanh(operands.qk * (self.scale / self.softcap))
+        if operands.bias is not None:
+            s = s + operands.bias
+        if self.score_fn is not None:
+            values = iter(operands.values)
+            read = lambda arg, index: next(values) if self.differentiable_args[arg] else self.args[arg][index]
+            s = self._apply_score_fn(s, at, read)
+        return s
+
+    def lookups(self, qk: Array, at: Pairs) -> list[tuple[int, Array | int, Array]]:
+        """What score_fn reads of its floating-point arrays, in order: (which, index into it, flattened, and the value)."""
+        if not any(self.differentiable_args):
+            return []
+        found = []
+
+        def read(arg, index):
+            value = self.args[arg][index]
+            if self.differentiable_args[arg]:
+                found.append((arg, index, value))
+            return value
+
+        self._apply_score_fn(qk, at, read)
+        return found
+
+    @property
+    def differentiable_args(self) -> tuple[bool, ...]:
+        return tuple(jnp.issubdtype(arg.dtype, jnp.floating) for arg in self.args)
+
+    def _apply_score_fn(self, s: Array, at: Pairs, read: Callable[[int, Array | int], Array]) -> Array:
+        """score_fn(s, b, h, i, j, *args), i and j being positions; read(arg, index) gives what an array holds."""
+        assert self.score_fn
+        reads = [lambda index, arg=arg: read(arg, index) for arg in range(len(self.arg_shapes))]
+        args = _tables(self.arg_shapes, reads)
+        return self.score_fn(s, at.b, at.h, at.i + self.offset, at.j, *args)
+
+    # ------------------------------------------------------------------------------------------- is it kept?
+
+    def kept(self, at: Pairs) -> Array | None:
+        """True where dropout keeps a probability; None where it keeps all."""
+        return None if self.dropout_keys is None else dropout.keep(self.dropout_keys, at.i, at.j, self.dropout_rate)
+
+    @property
+    def upscale(self) -> float:
+        """What a probability that is kept is multiplied by."""
+        return 1 / (1 - self.dropout_rate)
 
 
-def _window(window) -> tuple[int | None, int | None]:
-    """(left, right), None where there is no limit."""
-    if window is None or isinstance(window, (int, np.integer)):
-        window = (window, window)
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be an int, a pair (left, right) or None, got {window!r}")
-    sides = []
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer))):
-            raise TypeError(f"window must hold ints or None, got {window!r}")
-        if side is not None and side < 0:
-            raise ValueError(f"window must not be negative, got {window!r}")
-        sides.append(None if side is None or side >= FARTHEST else int(side))
-    return sides[0], sides[1]
+ONE_FOR_EACH = ("q_offset", "q_lengths", "kv_lengths")  # the leaves with one number for each batch element
+PAIRWISE = ("mask", "bias")  # those with one for each pair
+LEAVES = tuple(field.name for field in dataclasses.fields(Score) if not field.metadata.get("static"))
 
 
-def _offset(q_offset, batch: int) -> tuple[int, Array | None]:
-    """(static offset, None), or (0, int32 [batch]) for an array."""
-    if isinstance(q_offset, bool):
-        raise TypeError(f"q_offset must be an int or an integer array, got {q_offset!r}")
-    if isinstance(q_offset, (int, np.integer)):
-        if abs(q_offset) > FARTHEST:
-            raise ValueError(f"q_offset must lie within ±{FARTHEST}, got {q_offset}")
-        return operator.index(q_offset), None
-    offsets = jnp.asarray(q_offset)
-    if not jnp.issubdtype(offsets.dtype, jnp.integer):
-        raise TypeError(f"q_offset must be an int or an integer array, got {offsets.dtype}")
-    if offsets.shape not in ((), (batch,)):
-        raise ValueError(f"q_offset must be a scalar or have the shape [batch], ({batch},), got shape {offsets.shape}")
-    return 0, jnp.broadcast_to(jnp.clip(offsets, -FARTHEST, FARTHEST).astype(jnp.int32), (batch,))
+def _tables(shapes: Sequence[tuple[int, ...]], reads: Sequence[Callable]) -> list[Any]:
+    """What score_fn sees of its arrays: a number of those without dimensions, a Table of the others."""
+    return [Table(shape, read) if shape else read(0) for shape, read in zip(shapes, reads, strict=True)]
 
 
-def _scale(scale) -> float:
-    if isinstance(scale, Tracer):
-        raise TypeError("scale must be a Python number, got a traced value: multiply q by it instead and give scale=1.0")
-    try:
-        scale = float(scale)
-    except (TypeError, ValueError):
-        raise TypeError(f"scale must be a Python number, got {scale!r}") from None
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return scale
+def on_arrays(score_fn: ScoreFn, shapes: Sequence[tuple[int, ...]]) -> ScoreFn:
+    """score_fn as a function of its arrays, flattened."""
+    return lambda s, b, h, i, j, *args: score_fn(s, b, h, i, j, *_tables(shapes, [x.__getitem__ for x in args]))

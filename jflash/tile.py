@@ -15,7 +15,7 @@ from jax import Array
 
 from jflash import numerics
 from jflash.numerics import Arithmetic
-from jflash.score import Score
+from jflash.score import Operands, Pairs, Score
 
 Chunks = tuple[Array, ...]
 
@@ -28,37 +28,41 @@ class Softmax(NamedTuple):
     acc: Chunks  # [rows, chunk] sum of exp(logit - m) * v so far
 
 
-def start(rows: int, v_chunks: tuple[int, ...], dtype) -> Softmax:
-    """The softmax of rows that have seen nothing yet."""
+def start(rows: int, v_chunks: tuple[int, ...], dtype, score: Score) -> Softmax:
+    """The softmax of rows that have seen nothing yet but, if there is one, their sink: a logit without a value."""
+    m = jnp.full((rows,), -jnp.inf, dtype)
+    if score.sinks is not None:
+        m = jnp.broadcast_to(score.sinks.astype(dtype) / score.unit, (rows,))
     return Softmax(
-        m=jnp.full((rows,), -jnp.inf, dtype),
-        l=jnp.zeros((rows,), dtype),
+        m=m,
+        l=jnp.zeros((rows,), dtype) if score.sinks is None else jnp.where(m == -jnp.inf, 0, 1).astype(dtype),
         acc=tuple(jnp.zeros((rows, width), dtype) for width in v_chunks),
     )
 
 
 def forward(
-    state: Softmax, q: Chunks, k: Chunks, v: Chunks, score: Score, rows: Array, cols: Array, masked: bool, arith: Arithmetic
+    state: Softmax, q: Chunks, k: Chunks, v: Chunks, score: Score, at: Pairs, visible: Array | None, arith: Arithmetic
 ) -> Softmax:  # fmt: skip
-    """Shows one tile of keys to the rows. `rows` is [rows, 1], `cols` [1, cols]; `masked`: some pairs are invisible."""
-    x = score.logit(arith.inner(q, k), rows, cols)
-    if masked:
-        x = jnp.where(score.visible(rows, cols), x, -jnp.inf)
+    """Shows one tile of keys to the rows. `visible`: None where all pairs are."""
+    x = score.logit(_operands(score, arith.inner(q, k), at, visible), at)
+    if visible is not None:
+        x = jnp.where(visible, x, -jnp.inf)
     m = jnp.maximum(state.m, jnp.max(x, axis=1))
     origin, slope = numerics.reference_point(m, score.slope)
     p = arith.exp2(x, slope[:, None], (origin * slope)[:, None])
     # Exactly one where the maximum stays: a rounding error here would be raised to the power of the number of tiles.
     alpha = arith.exp2(state.m - origin, slope, jnp.zeros_like(m))
-    return Softmax(
-        m=m,
-        l=state.l * alpha + jnp.sum(p, axis=1),
-        acc=numerics.add(tuple(a * alpha[:, None] for a in state.acc), arith.combine(p, v)),
-    )
+    l = state.l * alpha + jnp.sum(p, axis=1)
+    if (kept := score.kept(at)) is not None:
+        p = jnp.where(kept, p, 0)  # finish() scales
+    return Softmax(m, l, numerics.add(tuple(a * alpha[:, None] for a in state.acc), arith.combine(p, v)))
 
 
 def finish(state: Softmax, score: Score) -> tuple[Chunks, Array]:
     """(o, lse) of rows that have seen all their keys; o = 0 and lse = -inf where there were none."""
     o = tuple(numerics.divide_or_zero(a, state.l[:, None]) for a in state.acc)
+    if score.upscale != 1:
+        o = tuple(x * score.upscale for x in o)
     return o, state.m * score.unit + jnp.log(state.l)
 
 
@@ -71,17 +75,43 @@ def delta(o: Chunks, do: Chunks, lse: Array, dlse: Array) -> tuple[Array, Array]
     return numerics.base2_lse(lse), jnp.where(lse == -jnp.inf, 0, products - dlse)
 
 
-def backward(
-    qk: Array, dp: Array, lse2: Array, delta: Array, score: Score, rows: Array, cols: Array, masked: bool, arith: Arithmetic
-) -> tuple[Array, Array]:  # fmt: skip
-    """(p, dqk / unit) of one tile from its products qk and dp = do · vᵀ.
+class Cotangents(NamedTuple):
+    """What one tile adds to the gradients, before any sum."""
 
-    Elementwise, so that rows may run down or across: lse2, delta and `rows` broadcast one way, `cols` the other.
+    p: Array  # the probabilities that reached v: those that dropout kept, scaled
+    operands: Operands  # of what the logits were computed from; that of qk lacks the factor `unit`
+
+
+def backward(
+    qk: Array, dp: Array, lse2: Array, delta: Array, score: Score, at: Pairs, visible: Array | None, arith: Arithmetic
+) -> Cotangents:  # fmt: skip
+    """One tile from its products qk and dp = do · vᵀ.
+
+    Elementwise, so that queries may run down or across: lse2, delta and at.i broadcast one way, at.j the other.
     The derivative of the logit is taken by jax.vjp; what remains of it, the factor `unit`, belongs into the last store.
     """
-    x, pull = jax.vjp(lambda qk: score.logit(qk, rows, cols), qk)
-    if masked:
-        x = jnp.where(score.visible(rows, cols), x, -jnp.inf)
+    x, pull = jax.vjp(lambda operands: score.logit(operands, at), _operands(score, qk, at, visible))
+    if visible is not None:
+        x = jnp.where(visible, x, -jnp.inf)
     p = arith.exp2(x, score.slope, lse2)
-    (dqk,) = pull(p * (dp - delta))
-    return p, dqk
+    reached = p
+    if (kept := score.kept(at)) is not None:
+        reached, dp = (jnp.where(kept, y * score.upscale, 0) for y in (p, dp))
+    (operands,) = pull(p * (dp - delta))
+    if visible is not None and score.score_fn is not None:
+        operands = operands.where(visible)  # its derivative may be NaN where it was never meant to be taken
+    return Cotangents(reached, operands)
+
+
+def sinks_cotangent(sinks: Array, lse: Array, delta: Array) -> Array:
+    """The gradient of the sinks `[heads]` from lse and delta `[batch, heads, q_len]`.
+
+    A sink is a key whose value is 0, so its dp is 0.
+    """
+    p = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks.astype(lse.dtype)[:, None] - lse))
+    return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
+
+
+def _operands(score: Score, qk: Array, at: Pairs, visible: Array | None) -> Operands:
+    operands = score.operands(qk, at)
+    return operands if visible is None or score.plain else operands.where(visible)

@@ -21,14 +21,14 @@ class Engine(Protocol):
 
     def backward(
         self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array, /
-    ) -> tuple[Array, Array, Array]:
-        """(dq, dk, dv)"""
+    ) -> tuple[Array, Array, Array, Score]:
+        """(dq, dk, dv, dscore): dscore holds the gradients of the Score's floating-point leaves, and no others."""
         ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(engine: Engine, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
-    """(o, lse), both differentiable in q, k and v."""
+    """(o, lse), both differentiable in q, k, v and the floating-point leaves of the score."""
     return engine.forward(q, k, v, score)
 
 
@@ -40,7 +40,7 @@ def _forward(engine: Engine, q: Array, k: Array, v: Array, score: Score):
 
 
 def _backward(engine: Engine, residuals, cotangents):
-    return *engine.backward(*residuals, *cotangents), None  # a Score of this kind has no floating-point leaves
+    return engine.backward(*residuals, *cotangents)
 
 
 attend.defvjp(_forward, _backward)

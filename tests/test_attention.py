@@ -48,7 +48,7 @@ def test_default_tiles(implementation):
     case = Case(257, 300, head_dim=40, heads=4, kv_heads=2, causal=True, q_offset=43)
     got = check(case, implementation=implementation)
     again = check(case, implementation=implementation)
-    for x, y in zip(got, again, strict=True):
+    for (_, x), (_, y) in zip(got.items(), again.items(), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), "two runs give the same bits"
 
 
@@ -119,7 +119,7 @@ def test_what_nobody_sees_reaches_nobody(implementation, poison, options, hidden
     k, v = k.at[:, hidden_keys].set(poison), v.at[:, hidden_keys].set(poison)
     q = q.at[:, hidden_queries].set(poison)
     poisoned = outputs(q, k, v, do, implementation=implementation, **options)
-    for name, x, y in zip(clean._fields, clean, poisoned, strict=True):
+    for (name, x), (_, y) in zip(clean.items(), poisoned.items(), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
     for name in ("dk", "dv"):
         assert not np.asarray(getattr(poisoned, name))[:, hidden_keys].any()
@@ -140,7 +140,7 @@ def test_permuted_keys_are_the_same_keys(implementation):
     order = np.random.default_rng(0).permutation(75)
     straight = outputs(q, k, v, do, implementation=implementation)
     permuted = outputs(q, k[:, order], v[:, order], do, implementation=implementation)
-    for name, x, y in zip(straight._fields, straight, permuted, strict=True):
+    for (name, x), (_, y) in zip(straight.items(), permuted.items(), strict=True):
         x = x[:, order] if name in ("dk", "dv") else x
         np.testing.assert_allclose(x, y, atol=2e-6, rtol=1e-5, err_msg=name)
 
@@ -159,7 +159,7 @@ def test_two_parts_merged_by_their_lse_are_the_whole(implementation, cut):
 
     whole = outputs(q, k, v, do, implementation=implementation)
     parts = jax.jit(functools.partial(accuracy.outputs, merged))(q, k, v, do, jnp.ones((1, 2, 40)))
-    for name, x, y in zip(whole._fields, whole, parts, strict=True):
+    for (name, x), (_, y) in zip(whole.items(), parts.items(), strict=True):
         np.testing.assert_allclose(x, y, atol=5e-6, rtol=1e-5, err_msg=name)
 
 
@@ -193,7 +193,7 @@ def test_huge_logits_stay_finite_and_choose_the_largest(implementation, size):
     v, do = normal(75, 1, 8, seed=2, dtype=jnp.bfloat16), normal(40, 1, 8, seed=3, dtype=jnp.bfloat16)
     got = outputs(q, k.astype(jnp.bfloat16), v, do, implementation=implementation)
     np.testing.assert_array_equal(got.o, jnp.broadcast_to(v[33], got.o.shape))
-    for name, x in got._asdict().items():
+    for name, x in got.items():
         assert np.isfinite(np.asarray(x, np.float32)).all(), name
 
 
@@ -203,7 +203,7 @@ def test_very_negative_logits_and_a_ragged_end(implementation):
     q, k = jnp.full((40, 1, 8), 5.0) + normal(40, 1, 8) / 10, jnp.full((75, 1, 8), -50.0) + normal(75, 1, 8, seed=1) / 10
     v, do = normal(75, 1, 8, seed=2), normal(40, 1, 8, seed=3)
     naive, got = (outputs(q, k, v, do, implementation=name) for name in ("naive", implementation))
-    for name, x, y in zip(got._fields, got, naive, strict=True):
+    for (name, x), (_, y) in zip(got.items(), naive.items(), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
@@ -215,7 +215,7 @@ def test_huge_equal_logits_share(implementation):
     np.testing.assert_allclose(
         got.o.astype(np.float32), np.broadcast_to(v.astype(np.float32).mean(0), got.o.shape), atol=4e-3, rtol=0
     )
-    for name, x in got._asdict().items():
+    for name, x in got.items():
         assert np.isfinite(np.asarray(x, np.float32)).all(), name
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jflash import Score, ranges
 from jflash.ranges import Span
+from jflash.score import Pairs
 
 LENGTHS = ((6, 6), (7, 13), (13, 7), (1, 9), (9, 1))
 SIDES = (None, 0, 2, 20)
@@ -16,7 +17,8 @@ OFFSETS = (0, 3, -4, 40, -40)
 
 
 def dense(score):
-    seen = score.visible(np.arange(score.q_len)[:, None], np.arange(score.kv_len)[None, :])
+    at = Pairs(0, 0, np.arange(score.q_len)[:, None], np.arange(score.kv_len)[None, :])
+    seen = score.visible(at)
     return np.broadcast_to(seen, (score.q_len, score.kv_len))
 
 
@@ -53,18 +55,20 @@ def test_tiles_and_reach(lengths):
                 lines = seen[start : start + block_q]
                 rows = Span(start, block_q)
                 check(ranges.kv_tiles(score, rows, block_kv), lines, block_kv, len(lines) == block_q)
-                np.testing.assert_array_equal(ranges.seen_keys(score, rows, np.arange(kv_len + 3))[:kv_len], lines.any(0))
-                assert not ranges.seen_keys(score, rows, np.arange(kv_len + 3))[kv_len:].any()
+                np.testing.assert_array_equal(ranges.seen_keys(score, rows, Span(0, kv_len + 3))[:kv_len], lines.any(0))
+                assert not ranges.seen_keys(score, rows, Span(0, kv_len + 3))[kv_len:].any()
             for start in range(0, kv_len, block_kv):
                 lines = seen[:, start : start + block_kv].T
                 cols = Span(start, block_kv)
                 check(ranges.q_tiles(score, cols, block_q), lines, block_q, len(lines) == block_kv)
-                np.testing.assert_array_equal(ranges.seeing_queries(score, cols, np.arange(q_len)), lines.any(0))
+                np.testing.assert_array_equal(ranges.seeing_queries(score, cols, Span(0, q_len)), lines.any(0))
 
 
 def test_traced_and_known_ranges_are_the_same():
     traced = jax.jit(
-        lambda offset, start, left, right: ranges.kv_tiles(Score(50, 90, 1.0, left, right, 0, offset), Span(start, 8), 16),
+        lambda offset, start, left, right: ranges.kv_tiles(
+            Score(50, 90, 1.0, left, right, q_offset=offset), Span(start, 8), 16
+        ),
         static_argnums=(2, 3),
     )
     for left, right, offset, start in itertools.product(SIDES, SIDES, OFFSETS, (0, 8, 48)):
@@ -82,12 +86,12 @@ def test_segments_leave_out_what_is_known_to_be_empty():
 def test_several_batch_elements_visit_what_any_of_them_must():
     offsets = (-40, 0, 7, 30, 200)
     tiles_of = lambda score: ranges.kv_tiles(score, Span(16, 8), 4)
-    together = ranges.for_all(tiles_of, Score(50, 90, 1.0, 9, 3, 0, jnp.array(offsets)))
+    together = ranges.for_all(tiles_of, Score(50, 90, 1.0, 9, 3, q_offset=jnp.array(offsets)))
     each = [tiles_of(Score(50, 90, 1.0, 9, 3, offset)) for offset in offsets]
     visited = [t for one in each for t in range(one.lo, one.hi)]
     assert all(together.lo <= t < together.hi for t in visited)
     for t in range(int(together.full_lo), int(together.full_hi)):
         assert all(one.full_lo <= t < one.full_hi for one in each)
-    same = ranges.for_all(tiles_of, Score(50, 90, 1.0, 20, 3, 0, jnp.array([7, 7])))
+    same = ranges.for_all(tiles_of, Score(50, 90, 1.0, 20, 3, q_offset=jnp.array([7, 7])))
     assert tuple(map(int, same)) == tuple(tiles_of(Score(50, 90, 1.0, 20, 3, 7)))
     assert same.full_hi > same.full_lo

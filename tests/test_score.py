@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jflash import Score
+from jflash.score import Operands, Pairs
 
 
 def score(q_len, kv_len, **options):
@@ -15,7 +16,7 @@ def score(q_len, kv_len, **options):
 
 def visible(s, offset=None):
     s = s if offset is None else s.select(lambda leaf: jnp.int32(offset))
-    seen = s.visible(jnp.arange(s.q_len)[:, None], jnp.arange(s.kv_len)[None, :])
+    seen = s.visible(Pairs(jnp.int32(0), jnp.int32(0), jnp.arange(s.q_len)[:, None], jnp.arange(s.kv_len)[None, :]))
     return np.broadcast_to(seen, (s.q_len, s.kv_len)).astype(int)
 
 
@@ -62,9 +63,10 @@ def test_bounds_hold_what_is_visible_and_nothing_else(q_len, kv_len, left, right
 
 
 def test_a_positive_scale_costs_nothing_and_others_are_applied():
+    logit = lambda s: s.logit(Operands(jnp.float32(3)), None)
     assert score(3, 3).unit == 0.5
-    assert score(3, 3).logit(3.0, None, None) == 3.0
+    assert logit(score(3, 3)) == 3.0
     for scale in (0.0, -0.5):
         s = score(3, 3, scale=scale)
         assert s.unit == 1.0
-        assert s.logit(3.0, None, None) == 3.0 * scale
+        assert logit(s) == 3.0 * scale

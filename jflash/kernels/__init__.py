@@ -7,11 +7,12 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jflash import blocks
+from jflash import blocks, ranges, tile
 from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels.delta import delta
 from jflash.kernels.dkv import dkv
 from jflash.kernels.dq import dq
+from jflash.kernels.dscore import Inputs, dargs, dbias
 from jflash.kernels.forward import forward
 from jflash.kernels.launch import Launcher
 from jflash.score import Score
@@ -39,17 +40,48 @@ class Triton:
     interpret: bool = False
 
     def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
-        return forward(q, k, v, score, self._launcher("forward", q, v))
+        launcher = self._launcher("forward", q, v, score)
+        score = ranges.with_kv_visits(self._prepared(score, q, k, v), launcher.block_q, launcher.block_kv)
+        return forward(q, k, v, score, launcher)
 
     def backward(
         self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array
-    ) -> tuple[Array, Array, Array]:
-        lse2, row_delta = delta(o, do, lse, dlse, self._launcher("delta", q, v))
-        dk, dv = dkv(q, k, v, do, lse2, row_delta, score, self._launcher("dkv", q, v))
-        return dq(q, k, v, do, lse2, row_delta, score, self._launcher("dq", q, v)), dk, dv
+    ) -> tuple[Array, Array, Array, Score]:
+        lse2, row_delta = delta(o, do, lse, dlse, self._launcher("delta", q, v, score))
+        arrays = q, k, v, do, lse2, row_delta
+        dscore = score.only()
+        if score.sinks is not None:
+            dscore = dscore.replace(sinks=tile.sinks_cotangent(score.sinks, lse, row_delta))
+        score = self._prepared(score.replace(sinks=None), q, k, v)
 
-    def _launcher(self, kernel: str, q: Array, v: Array) -> Launcher:
-        launch = blocks.default(kernel, q.dtype, max(q.shape[-1], v.shape[-1]))
+        launcher = self._launcher("dkv", q, v, score)
+        dk, dv = dkv(*arrays, ranges.with_q_visits(score, launcher.block_q, launcher.block_kv), launcher)
+        launcher = self._launcher("dq", q, v, score)
+        dq_ = dq(*arrays, ranges.with_kv_visits(score, launcher.block_q, launcher.block_kv), launcher)
+
+        launcher = self._launcher("dscore", q, v, score)
+        inputs = Inputs(*arrays, ranges.with_kv_visits(score, launcher.block_q, launcher.block_kv))
+        if score.bias is not None:
+            dscore = dscore.replace(bias=dbias(inputs, launcher))
+        if any(score.differentiable_args):
+            dscore = dscore.replace(args=dargs(inputs, launcher))
+        return dq_, dk, dv, dscore
+
+    def _launcher(self, kernel: str, q: Array, v: Array, score: Score) -> Launcher:
+        launch = blocks.default(kernel, q.dtype, max(q.shape[-1], v.shape[-1]), score.options_class)
         if kernel != "delta":
             launch = self.blocks.launch(kernel, launch)
         return Launcher(launch, self.precision, self.interpret)
+
+    def _prepared(self, score: Score, q: Array, k: Array, v: Array) -> Score:
+        """`score` with what the kernels need besides: what is reached, and a mask that Pallas reads right.
+
+        Pallas computes offsets in 32 bits up to 2**32 bytes, which is not enough for bytes from 2**31 on: two for each
+        then. And in its interpreter the bools of a ref are integers, but those from beyond its end are not.
+        """
+        score = ranges.with_reach(score, q, k, v)
+        if score.mask is None:
+            return score
+        if 2**31 <= score.mask.size <= 2**32:
+            return score.replace(mask=score.mask.astype(jnp.int16))
+        return score.replace(mask=score.mask.astype(jnp.int8)) if self.interpret else score

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jflash import numerics, ranges, tile
 from jflash.kernels import memory
 from jflash.kernels.launch import Launcher
-from jflash.kernels.memory import Matrix, Vector
+from jflash.kernels.memory import Matrix, Place, Vector
 from jflash.ranges import Span
 from jflash.score import Score
 
@@ -38,7 +38,7 @@ def dkv(
             memory.matrix_spec(do, side_by_side, kv_head),
             memory.vector_spec(q_len, side_by_side, kv_head),
             memory.vector_spec(q_len, side_by_side, kv_head),
-            memory.score_spec(score, kv_head),
+            memory.score_spec(score, side_by_side, kv_head, kv_head),
         ],
         out_specs=[keys, values],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
@@ -47,28 +47,30 @@ def dkv(
 
 
 def _kernel(
-    q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score, dk_ref, dv_ref, *,
+    q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score_ref, dk_ref, dv_ref, *,
     head_dim: int, v_dim: int, group: int, launcher: Launcher,
 ):  # fmt: skip
-    score, arith = score.select(), launcher.arithmetic
+    batch, kv_head = pl.program_id(2), pl.program_id(1)
+    score, arith = memory.score_at(score_ref, Place(batch, kv_head)), launcher.arithmetic
     cols = Span(pl.program_id(0) * launcher.block_kv, launcher.block_kv)
     there = memory.inside(cols, score.kv_len)
-    seen = ranges.seen_keys(score, Span(0, score.q_len), cols.indices())
+    seen = memory.seen_keys(score, Span(0, score.q_len), cols)
     k, v = Matrix(k_ref, head_dim).load(cols, seen), Matrix(v_ref, v_dim).load(cols, seen)
 
     def visit(i, grads, head, masked):
         dk, dv = grads
         rows = Span(i * launcher.block_q, launcher.block_q)
-        seeing = ranges.seeing_queries(score, cols, rows.indices()) if masked else None
-        q, do = Matrix(q_ref, head_dim, head).load(rows, seeing), Matrix(do_ref, v_dim, head).load(rows, seeing)
-        lse2 = Vector(lse2_ref, head).load(rows, seeing, jnp.inf)  # p = 0 in a row that is not there
-        delta = Vector(delta_ref, head).load(rows, seeing, 0)
         # Keys run down and queries across: p and dqk then enter their products from registers, as they are.
+        place = Place(batch, kv_head * group + (0 if head is None else head), head=head)
+        tile_score, at = memory.tile_of(score, rows, cols, place, across=True)
+        visible = tile_score.visible(at) if masked else None
+        seeing = memory.seeing_queries(score, cols, rows, head=head) if masked else None
+        q, do = Matrix(q_ref, head_dim, head=head).load(rows, seeing), Matrix(do_ref, v_dim, head=head).load(rows, seeing)
+        lse2 = Vector(lse2_ref, head=head).load(rows, seeing, jnp.inf)  # p = 0 in a row that is not there
+        delta = Vector(delta_ref, head=head).load(rows, seeing, 0)
         qk, dp = arith.inner(k, q), arith.inner(v, do)
-        p, dqk = tile.backward(
-            qk, dp, lse2[None, :], delta[None, :], score, rows.indices()[None, :], cols.indices()[:, None], masked, arith
-        )
-        return numerics.add(dk, arith.combine(dqk, q)), numerics.add(dv, arith.combine(p, do))
+        p, operands = tile.backward(qk, dp, lse2[None, :], delta[None, :], tile_score, at, visible, arith)
+        return numerics.add(dk, arith.combine(operands.qk, q)), numerics.add(dv, arith.combine(p, do))
 
     def visit_head(head, grads):
         for lo, hi, masked in ranges.q_tiles(score, cols, launcher.block_q).segments():

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jflash import numerics, ranges, tile
 from jflash.kernels import memory
 from jflash.kernels.launch import Launcher
-from jflash.kernels.memory import Matrix, Vector
+from jflash.kernels.memory import Matrix, Place, Vector
 from jflash.ranges import Span
 from jflash.score import Score
 
@@ -35,7 +35,7 @@ def dq(q: Array, k: Array, v: Array, do: Array, lse2: Array, delta: Array, score
             memory.matrix_spec(do, None, q_head),
             memory.vector_spec(q_len, None, q_head),
             memory.vector_spec(q_len, None, q_head),
-            memory.score_spec(score, q_head),
+            memory.score_spec(score, None, q_head, kv_head),
         ],
         out_specs=[queries],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
@@ -44,24 +44,27 @@ def dq(q: Array, k: Array, v: Array, do: Array, lse2: Array, delta: Array, score
     return dq
 
 
-def _kernel(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score, dq_ref, *, head_dim: int, v_dim: int, launcher: Launcher):
-    score, arith = score.select(), launcher.arithmetic
+def _kernel(
+    q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score_ref, dq_ref, *, head_dim: int, v_dim: int, launcher: Launcher
+):  # fmt: skip
+    place = Place(b=pl.program_id(2), h=pl.program_id(1))
+    score, arith = memory.score_at(score_ref, place), launcher.arithmetic
     # As in the forward: the longest rows of a causal mask start first.
     rows = Span((pl.num_programs(0) - 1 - pl.program_id(0)) * launcher.block_q, launcher.block_q)
     there = memory.inside(rows, score.q_len)
-    seeing = ranges.seeing_queries(score, Span(0, score.kv_len), rows.indices())
+    seeing = memory.seeing_queries(score, Span(0, score.kv_len), rows)
     q, do = Matrix(q_ref, head_dim).load(rows, seeing), Matrix(do_ref, v_dim).load(rows, seeing)
     lse2, delta = Vector(lse2_ref).load(rows, there, jnp.inf), Vector(delta_ref).load(rows, there, 0)
 
     def visit(j, dq, masked):
         cols = Span(j * launcher.block_kv, launcher.block_kv)
-        seen = ranges.seen_keys(score, rows, cols.indices()) if masked else None
+        tile_score, at = memory.tile_of(score, rows, cols, place)
+        visible = tile_score.visible(at) if masked else None
+        seen = memory.seen_keys(score, rows, cols) if masked else None
         k, v = Matrix(k_ref, head_dim).load(cols, seen), Matrix(v_ref, v_dim).load(cols, seen)
         qk, dp = arith.inner(q, k), arith.inner(do, v)
-        _, dqk = tile.backward(
-            qk, dp, lse2[:, None], delta[:, None], score, rows.indices()[:, None], cols.indices()[None, :], masked, arith
-        )
-        return numerics.add(dq, arith.combine(dqk, k))
+        _, operands = tile.backward(qk, dp, lse2[:, None], delta[:, None], tile_score, at, visible, arith)
+        return numerics.add(dq, arith.combine(operands.qk, k))
 
     dq = tuple(jnp.zeros((rows.size, chunk), jnp.float32) for chunk in memory.chunks(head_dim, q_ref.dtype))
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():

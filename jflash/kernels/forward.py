@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jflash import ranges, tile
 from jflash.kernels import memory
 from jflash.kernels.launch import Launcher
-from jflash.kernels.memory import Matrix, Vector
+from jflash.kernels.memory import Matrix, Place, Vector
 from jflash.ranges import Span
 from jflash.score import Score
 
@@ -32,7 +32,7 @@ def forward(q: Array, k: Array, v: Array, score: Score, launcher: Launcher) -> t
             memory.matrix_spec(q, None, q_head),
             memory.matrix_spec(k, None, kv_head),
             memory.matrix_spec(v, None, kv_head),
-            memory.score_spec(score, q_head),
+            memory.score_spec(score, None, q_head, kv_head),
         ],
         out_specs=[memory.matrix_spec(o, None, q_head), memory.vector_spec(q_len, None, q_head)],
         out_shape=[o, jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32)],
@@ -40,8 +40,9 @@ def forward(q: Array, k: Array, v: Array, score: Score, launcher: Launcher) -> t
     )(q, k, v, score)
 
 
-def _kernel(q_ref, k_ref, v_ref, score, o_ref, lse_ref, *, head_dim: int, v_dim: int, launcher: Launcher):
-    score = score.select()
+def _kernel(q_ref, k_ref, v_ref, score_ref, o_ref, lse_ref, *, head_dim: int, v_dim: int, launcher: Launcher):
+    place = Place(b=pl.program_id(2), h=pl.program_id(1))
+    score = memory.score_at(score_ref, place)
     # The last q tiles of a causal mask see the most keys: they start first, so that none is left over at the end.
     rows = Span((pl.num_programs(0) - 1 - pl.program_id(0)) * launcher.block_q, launcher.block_q)
     there = memory.inside(rows, score.q_len)
@@ -49,14 +50,13 @@ def _kernel(q_ref, k_ref, v_ref, score, o_ref, lse_ref, *, head_dim: int, v_dim:
 
     def visit(j, state, masked):
         cols = Span(j * launcher.block_kv, launcher.block_kv)
-        seen = ranges.seen_keys(score, rows, cols.indices()) if masked else None
-        k = Matrix(k_ref, head_dim).load(cols, seen)
-        v = Matrix(v_ref, v_dim).load(cols, seen)
-        return tile.forward(
-            state, q, k, v, score, rows.indices()[:, None], cols.indices()[None, :], masked, launcher.arithmetic
-        )
+        tile_score, at = memory.tile_of(score, rows, cols, place)
+        visible = tile_score.visible(at) if masked else None
+        seen = memory.seen_keys(score, rows, cols) if masked else None
+        k, v = Matrix(k_ref, head_dim).load(cols, seen), Matrix(v_ref, v_dim).load(cols, seen)
+        return tile.forward(state, q, k, v, tile_score, at, visible, launcher.arithmetic)
 
-    state = tile.start(rows.size, memory.chunks(v_dim, v_ref.dtype), jnp.float32)
+    state = tile.start(rows.size, memory.chunks(v_dim, v_ref.dtype), jnp.float32, score)
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
         state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)
     o, lse = tile.finish(state, score)

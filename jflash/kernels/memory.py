@@ -8,6 +8,8 @@ the array carries a mask of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jflash import ranges
 from jflash.ranges import Index, Span
-from jflash.score import Score
+from jflash.score import ONE_FOR_EACH, PAIRWISE, Pairs, Score
 
 SMALLEST_CHUNK = 16  # the least depth of a tensor-core product in 16-bit floats
 
@@ -50,11 +53,136 @@ def vector_spec(length: int, group: int | None, index_map) -> pl.BlockSpec:
     return pl.BlockSpec((None, group, length), lambda *grid: (*index_map(*grid), 0))
 
 
-def score_spec(score: Score, index_map) -> Score:
-    """The block specs of a Score's leaves."""
-    if score.q_offset is None:
-        return score
-    return dataclasses.replace(score, q_offset=pl.BlockSpec((1,), lambda *grid: (index_map(*grid)[0],)))
+def score_spec(score: Score, group: int | None, q_head, kv_head) -> Score:
+    """The block specs of a Score's leaves: what one batch element, and one query head or `group` of them, need of them.
+
+    q_head(*grid) and kv_head(*grid) give (batch, head), q_head counting groups if `group` is given.
+    """
+
+    def spec(shape, index, head=q_head):
+        """`index` takes (batch, head) to the block's index."""
+        return pl.BlockSpec(shape, lambda *grid: index(*head(*grid)))
+
+    def spec_of(name, x):
+        if name == "args":
+            return tuple(spec(arg.shape, lambda b, h: (0,)) for arg in x)
+        if name == "sinks":
+            return spec((1,), lambda b, h: (h,))
+        if name == "dropout_keys":
+            return spec((None, group, 2), lambda b, h: (b, h, 0))
+        if name in PAIRWISE:
+            one_batch, one_head = x.shape[0] == 1, x.shape[1] == 1
+            heads = None if group is None else 1 if one_head else group
+            return spec((None, heads, *x.shape[2:]), lambda b, h: (0 if one_batch else b, 0 if one_head else h, 0, 0))
+        if name in ONE_FOR_EACH:
+            return spec((1,), lambda b, h: (b,))
+        if name == "key_seen":
+            return spec((None, None, x.shape[2]), lambda b, h: (b, h, 0), kv_head)
+        if name == "query_sees":
+            return spec((None, group, x.shape[2]), lambda b, h: (b, h, 0))
+        return spec((None, *x.shape[1:]), lambda b, h: (b,) + (0,) * (x.ndim - 1))  # segments and visits
+
+    return score.map_leaves(spec_of)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The batch element b and the head h that a tile belongs to, and where to find them in the refs of a kernel.
+
+    `batch` and `head` are None where the refs hold one batch element or one head only, and have no such axis.
+    """
+
+    b: Index
+    h: Index
+    batch: Index | None = None
+    head: Index | None = None
+
+    def view(self, ref, axes: tuple[str, ...], *rest):
+        """ref at this place: `axes` names its axes before `rest`, "batch" or "head"; an axis of size 1 serves all."""
+        lead = [x for x in (getattr(self, axis) for axis in axes) if x is not None]
+        zero = lax.full((), 0, jnp.int32)  # the interpreter takes no Python int here
+        return ref.at[(*(zero if size == 1 else x for x, size in zip(lead, ref.shape, strict=False)), *rest)]
+
+
+class _OfBatch(NamedTuple):
+    """One batch element of a ref, indexed like a ref of its own: Triton takes no index into an index."""
+
+    ref: jax.Ref
+    batch: Index
+
+    def __getitem__(self, index):
+        return self.ref[(self.batch, *index)]
+
+
+def score_at(score: Score, place: Place) -> Score:
+    """The Score of the batch element that `place` names, for ranges.py, from one of refs."""
+
+    def read(name, ref):
+        if name in ONE_FOR_EACH:
+            return ref[0 if place.batch is None else place.batch]
+        if name == "visits" and place.batch is not None:
+            return _OfBatch(ref, place.batch)
+        return ref[0] if name == "sinks" else ref
+
+    return score.map_leaves(read)
+
+
+def tile_of(score: Score, rows: Span, cols: Span, place: Place, across: bool = False) -> tuple[Score, Pairs]:
+    """The Score of one tile, its leaves read from the refs, and the pairs of the tile; `across`: queries run across."""
+    down = lambda x: x[None, :] if across else x[:, None]
+    right = lambda x: x[:, None] if across else x[None, :]
+    pairs = Pairs(jnp.asarray(place.b, jnp.int32), jnp.asarray(place.h, jnp.int32), down(rows.indices()), right(cols.indices()))
+
+    def read(name, ref):
+        if name == "q_segments":
+            return down(_load(place.view(ref, ("batch",), _slice(rows)), inside(rows, score.q_len), 0))
+        if name == "kv_segments":
+            return right(_load(place.view(ref, ("batch",), _slice(cols)), inside(cols, score.kv_len), 0))
+        if name in PAIRWISE:
+            tile = _load_pairs(ref, place, rows, cols)
+            return tile.T if across else tile
+        if name == "dropout_keys":
+            return tuple(place.view(ref, ("batch", "head"), word)[...] for word in range(2))
+        return ref
+
+    return score.map_leaves(read), pairs
+
+
+def seen_keys(score: Score, rows: Span, cols: Span, batch: Index | None = None, kv_head: Index | None = None) -> Array:
+    """True for each of the keys `cols` that must be loaded, see ranges.py."""
+    seen = ranges.seen_keys(score, rows, cols)
+    if score.key_seen is None:
+        return seen
+    return seen & (Vector(score.key_seen, batch, kv_head).load(cols, inside(cols, score.kv_len), 0) != 0)
+
+
+def seeing_queries(score: Score, cols: Span, rows: Span, batch: Index | None = None, head: Index | None = None) -> Array:
+    """True for each of the queries `rows` that must be loaded, see ranges.py."""
+    seeing = ranges.seeing_queries(score, cols, rows)
+    if score.query_sees is None:
+        return seeing
+    return seeing & (Vector(score.query_sees, batch, head).load(rows, inside(rows, score.q_len), 0) != 0)
+
+
+def _load_pairs(ref, place: Place, rows: Span, cols: Span) -> Array:
+    """The tile of a mask or a bias, of which any dimension may be 1; zero beyond the ends."""
+    height, width = ref.shape[-2:]
+    rows, cols = (Span(0, 1) if size == 1 else span for span, size in ((rows, height), (cols, width)))
+    tile = _load(place.view(ref, ("batch", "head"), _slice(rows), _slice(cols)), inside_both(rows, height, cols, width), 0)
+    return tile != 0 if jnp.issubdtype(ref.dtype, jnp.integer) else tile
+
+
+def store_pairs(ref, place: Place, rows: Span, cols: Span, values: Array) -> None:
+    """Stores a tile of the gradient of a bias; see _load_pairs."""
+    view = place.view(ref, ("batch", "head"), _slice(rows), _slice(cols))
+    plgpu.store(view, values.astype(ref.dtype), mask=inside_both(rows, ref.shape[-2], cols, ref.shape[-1]))
+
+
+def inside_both(rows: Span, height: int, cols: Span, width: int) -> Array | None:
+    """The mask of the pairs of a tile that are there; None where all tiles of this size are whole."""
+    sides = inside(rows, height), inside(cols, width)
+    masks = [jnp.expand_dims(side, axis) for side, axis in zip(sides, (1, 0), strict=True) if side is not None]
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (rows.size, cols.size)) if masks else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +191,15 @@ class Matrix:
 
     ref: jax.Ref
     width: int
-    head: Index | None = None  # which of the ref's heads, where it holds a group of them
+    batch: Index | None = None  # which of the ref's batch elements and heads, where it holds several
+    head: Index | None = None
 
     def _pieces(self, rows: Span, keep: Array | None):
         """(view of the ref, mask or None, chunk size) of each chunk."""
         start = 0
         for size in chunks(self.width, self.ref.dtype):
-            columns = pl.ds(start, size)
-            row = pl.ds(rows.start, rows.size)
-            view = self.ref.at[row, columns] if self.head is None else self.ref.at[row, self.head, columns]
+            index = (self.batch, _slice(rows), self.head, pl.ds(start, size))
+            view = self.ref.at[tuple(x for x in index if x is not None)]
             mask = None if keep is None else jnp.broadcast_to(keep[:, None], (rows.size, size))
             if start + size > self.width:
                 inside = jnp.broadcast_to(lax.broadcasted_iota(jnp.int32, (1, size), 1) + start < self.width, (rows.size, size))
@@ -93,17 +221,21 @@ class Vector:
     """One head of a [batch, heads, length] array."""
 
     ref: jax.Ref
+    batch: Index | None = None
     head: Index | None = None
 
     def _view(self, rows: Span):
-        row = pl.ds(rows.start, rows.size)
-        return self.ref.at[row] if self.head is None else self.ref.at[self.head, row]
+        return self.ref.at[tuple(x for x in (self.batch, self.head, _slice(rows)) if x is not None)]
 
     def load(self, rows: Span, keep: Array | None, other: float) -> Array:
         return _load(self._view(rows), keep, other)
 
     def store(self, rows: Span, keep: Array | None, values: Array) -> None:
         plgpu.store(self._view(rows), values, mask=keep)
+
+
+def _slice(span: Span) -> pl.Slice:
+    return pl.ds(span.start, span.size)
 
 
 def _load(view, mask, other):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jflash import numerics, ranges, tile
 from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.numerics import Arithmetic
 from jflash.ranges import Span
-from jflash.score import Score
+from jflash.score import ONE_FOR_EACH, PAIRWISE, Pairs, Score
 from jflash.vjp import attend
 
 TILE_ELEMENTS = 2**20  # of one tile of logits over all batch elements and heads: 4 MiB of float32, a second-level cache
@@ -34,23 +35,21 @@ class Online:
 
     def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
         layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)
+        score = layout.cut_score(ranges.with_kv_visits(score, layout.block_q, layout.block_kv))
         k_tiles, v_tiles = layout.cut_keys(k), layout.cut_keys(v)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
 
         def visit(j, state, q, i, masked):
-            @jax.vmap  # batch
-            @functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, None))  # kv heads
-            def one(state, q, k, v, score):
-                _, (k, v) = layout.hide(score, i, j, (), (k, v)) if masked else ((), (k, v))
-                rows, cols = layout.rows(i)[:, None], layout.cols(j)[None, :]
-                return tile.forward(state, (q,), (k,), (v,), score, rows, cols, masked, arith)
+            def one(state, q, k, v, score, at):
+                visible = score.visible(at) if masked else None
+                _, (k, v) = layout.hide(visible, (), (k, v))
+                return tile.forward(state, (q,), (k,), (v,), score, at, visible, arith)
 
-            return one(state, q, k_tiles[j], v_tiles[j], score)
+            return layout.for_each(one, score, i, j)(state, q, k_tiles[j], v_tiles[j])
 
         def row_of_tiles(x):
             i, q = x
-            state = tile.start(layout.row_count, (v.shape[-1],), dtype)
-            state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*q.shape[:2], *leaf.shape)), state)
+            state = layout.start(score, v.shape[-1], dtype)
             tiles = ranges.for_all(lambda score: ranges.kv_tiles(score, layout.row_span(i), layout.block_kv), score)
             for lo, hi, masked in tiles.segments():
                 state = lax.fori_loop(lo, hi, functools.partial(visit, q=q, i=i, masked=masked), state)
@@ -62,52 +61,86 @@ class Online:
 
     def backward(
         self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array
-    ) -> tuple[Array, Array, Array]:
-        """(dq, dk, dv). One loop over the tiles does for all three, five products a tile."""
+    ) -> tuple[Array, Array, Array, Score]:
+        """(dq, dk, dv, dscore). One loop over the tiles does for all of them, five products a tile."""
         layout = Layout.of(q, v, self.blocks.block_q_dkv, self.blocks.block_kv_dkv)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
         row_delta = jax.vmap(jax.vmap(lambda o, do, lse, dlse: tile.delta((o,), (do,), lse, dlse), in_axes=(1, 1, 0, 0)))
         lse2, delta = row_delta(o, do, lse, dlse)
+        dscore = score.only()
+        if score.sinks is not None:
+            dscore = dscore.replace(sinks=tile.sinks_cotangent(score.sinks, lse, delta))
+        whole_score = score.replace(sinks=None)
+        score = layout.cut_score(ranges.with_q_visits(whole_score, layout.block_q, layout.block_kv))
         q_tiles, do_tiles = layout.cut_queries(q), layout.cut_queries(do)
         lse2_tiles, delta_tiles = layout.cut_rows(lse2, jnp.inf), layout.cut_rows(delta, 0)  # p = 0 beyond the end
 
         def visit(i, grads, k, v, j, masked):
-            dq_tiles, dk, dv = grads
+            dq_tiles, dk, dv, dbias, dargs = grads
 
-            @jax.vmap  # batch
-            @functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, 0, 0, None))  # kv heads
-            def one(q, k, v, do, lse2, delta, score):
-                (q, do), (k, v) = layout.hide(score, i, j, (q, do), (k, v)) if masked else ((q, do), (k, v))
-                rows, cols = layout.rows(i)[:, None], layout.cols(j)[None, :]
+            def one(q, k, v, do, lse2, delta, score, at):
+                visible = score.visible(at) if masked else None
+                (q, do), (k, v) = layout.hide(visible, (q, do), (k, v))
                 qk, dp = arith.inner((q,), (k,)), arith.inner((do,), (v,))
-                p, dqk = tile.backward(qk, dp, lse2[:, None], delta[:, None], score, rows, cols, masked, arith)
-                return arith.combine(dqk, (k,)) + arith.combine(dqk, (q,), axis=0) + arith.combine(p, (do,), axis=0)
+                p, ds = tile.backward(qk, dp, lse2[:, None], delta[:, None], score, at, visible, arith)
+                products = arith.combine(ds.qk, (k,)) + arith.combine(ds.qk, (q,), axis=0) + arith.combine(p, (do,), axis=0)
+                return products, ds.bias, _scattered(score.lookups(qk, at), ds.values, score)
 
-            more_dq, more_dk, more_dv = one(q_tiles[i], k, v, do_tiles[i], lse2_tiles[i], delta_tiles[i], score)
-            return dq_tiles.at[i].add(more_dq), dk + more_dk, dv + more_dv
+            more, ds, more_args = layout.for_each(one, score, i, j)(
+                q_tiles[i], k, v, do_tiles[i], lse2_tiles[i], delta_tiles[i]
+            )
+            if dbias is not None:
+                dbias = layout.add_pairs(dbias, ds, i, j)
+            dargs = jax.tree.map(lambda total, x: total + jnp.sum(x, axis=(0, 1)), dargs, more_args)
+            return dq_tiles.at[i].add(more[0]), dk + more[1], dv + more[2], dbias, dargs
 
-        def column_of_tiles(dq_tiles, x):
+        def column_of_tiles(totals, x):
+            dq_tiles, dbias, dargs = totals
             j, k, v = x
-            grads = dq_tiles, jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+            grads = dq_tiles, jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype), dbias, dargs
             tiles = ranges.for_all(lambda score: ranges.q_tiles(score, layout.col_span(j), layout.block_q), score)
             for lo, hi, masked in tiles.segments():
                 grads = lax.fori_loop(lo, hi, functools.partial(visit, k=k, v=v, j=j, masked=masked), grads)
-            dq_tiles, dk, dv = grads
-            return dq_tiles, ((dk * score.unit).astype(k.dtype), dv.astype(v.dtype))
+            dq_tiles, dk, dv, dbias, dargs = grads
+            return (dq_tiles, dbias, dargs), ((dk * score.unit).astype(k.dtype), dv.astype(v.dtype))
 
+        floating = [n for n, yes in enumerate(score.differentiable_args) if yes]
+        dbias = None if score.bias is None else jnp.zeros(score.bias.shape, dtype)
+        dargs = tuple(jnp.zeros(score.args[n].shape, dtype) for n in floating)
         columns = jnp.arange(layout.kv_count, dtype=jnp.int32), layout.cut_keys(k), layout.cut_keys(v)
-        dq_tiles, (dk, dv) = lax.scan(column_of_tiles, jnp.zeros(q_tiles.shape, dtype), columns)
+        totals = jnp.zeros(q_tiles.shape, dtype), dbias, dargs
+        (dq_tiles, dbias, dargs), (dk, dv) = lax.scan(column_of_tiles, totals, columns)
+        if dbias is not None:
+            dscore = dscore.replace(bias=layout.join_pairs(dbias, whole_score.bias))
+        if floating:
+            of = dict(zip(floating, dargs, strict=True))
+            dscore = dscore.replace(args=tuple(of[n].astype(x.dtype) if n in of else None for n, x in enumerate(score.args)))
         dq = layout.join_queries((dq_tiles * score.unit).astype(q.dtype))
-        return dq, layout.join_keys(dk), layout.join_keys(dv)
+        return dq, layout.join_keys(dk), layout.join_keys(dv), dscore
+
+
+def _scattered(lookups, ds: tuple[Array, ...], score: Score) -> tuple[Array, ...]:
+    """What the cotangents of what score_fn read add to the gradient of each floating-point array."""
+    totals = {n: jnp.zeros(x.shape, ds[0].dtype) for n, x in enumerate(score.args) if score.differentiable_args[n]}
+    for (arg, index, _), x in zip(lookups, ds, strict=True):
+        shape = (1,) * (x.ndim - jnp.ndim(index)) + jnp.shape(index)
+        x = jnp.sum(x, axis=[axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
+        totals[arg] = totals[arg].at[jnp.reshape(index, shape)].add(x)
+    return tuple(totals.values())
 
 
 class Layout(NamedTuple):
-    """How arrays are cut into tiles: `[tiles, batch, kv_heads, block * group, width]`, the ends padded with zeros."""
+    """How arrays are cut into tiles: `[tiles, batch, kv_heads, block * group, width]`, the ends padded with zeros.
 
+    The rows of a tile are its queries, at each of which the heads of a group lie side by side.
+    """
+
+    batch: int
     q_len: int
     kv_len: int
     block_q: int
     block_kv: int
+    kv_heads: int
     group: int
 
     @classmethod
@@ -115,7 +148,8 @@ class Layout(NamedTuple):
         batch, q_len, heads, _ = q.shape
         _, kv_len, kv_heads, _ = v.shape
         block = 1 << max(6, min(9, int(math.log2(TILE_ELEMENTS / (batch * heads)) / 2)))
-        return cls(q_len, kv_len, block_q or _even(q_len, block), block_kv or _even(kv_len, block), heads // kv_heads)
+        block_q, block_kv = block_q or _even(q_len, block), block_kv or _even(kv_len, block)
+        return cls(batch, q_len, kv_len, block_q, block_kv, kv_heads, heads // kv_heads)
 
     q_count = property(lambda self: -(-self.q_len // self.block_q))
     kv_count = property(lambda self: -(-self.kv_len // self.block_kv))
@@ -127,19 +161,96 @@ class Layout(NamedTuple):
     def col_span(self, j) -> Span:
         return Span(j * self.block_kv, self.block_kv)
 
-    def rows(self, i) -> Array:
-        """The position of each row of a tile: the heads of a group lie side by side at one position."""
-        return jnp.repeat(self.row_span(i).indices(), self.group)
+    # ------------------------------------------------------------------------------------------------- the score
 
-    def cols(self, j) -> Array:
-        return self.col_span(j).indices()
+    def cut_score(self, score: Score) -> Score:
+        """`score` with leaves that whole tiles can be cut from."""
 
-    def hide(self, score: Score, i, j, queries, keys):
+        rows, cols = self.q_count * self.block_q, self.kv_count * self.block_kv
+
+        def cut(name, x):
+            if name == "q_segments":
+                return _pad(x, rows, 0)
+            if name == "kv_segments":
+                return _pad(x, cols, 0)
+            if name in PAIRWISE:
+                x = x if x.shape[2] == 1 else _pad(x, rows, 0, axis=2)
+                return x if x.shape[3] == 1 else _pad(x, cols, 0, axis=3)
+            return x
+
+        return score.map_leaves(cut)
+
+    def start(self, score: Score, v_dim: int, dtype) -> tile.Softmax:
+        """The softmax of a row of tiles that has seen no keys yet, [batch, kv_heads, rows, ...]."""
+        sinks = None if score.sinks is None else self._one_for_each_row(score.sinks)
+        one = lambda sinks: tile.start(self.row_count, (v_dim,), dtype, score.replace(sinks=sinks))
+        heads = jax.vmap(one, axis_size=self.kv_heads)(sinks)
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.batch, *leaf.shape)), heads)
+
+    def for_each(self, fn: Callable, score: Score, i, j) -> Callable:
+        """fn(*arrays, score, at), of one batch element, one kv head and tile (i, j), for arrays of all of them."""
+        own = self._tile_of(score, i, j)
+
+        def one(b, c, score, *arrays):
+            h = c if self.group == 1 else (c * self.group + jnp.tile(jnp.arange(self.group), self.block_q))[:, None]
+            rows = jnp.repeat(self.row_span(i).indices(), self.group)
+            return fn(*arrays, score, Pairs(b, h, rows[:, None], self.col_span(j).indices()[None, :]))
+
+        of_head = lambda b, c, score, *arrays: one(b, c, score.replace(args=own.args), *arrays)
+        of_batch = lambda b, *xs: jax.vmap(functools.partial(of_head, b))(jnp.arange(self.kv_heads, dtype=jnp.int32), *xs)
+        leaves = own.replace(args=())
+        return lambda *arrays: jax.vmap(of_batch)(jnp.arange(self.batch, dtype=jnp.int32), leaves, *arrays)
+
+    def _tile_of(self, score: Score, i, j) -> Score:
+        """The Score of tile (i, j), its leaves [batch, kv_heads] and what broadcasts to [rows, cols]; args as they are."""
+        all_heads = lambda x: jnp.broadcast_to(x[:, None], (self.batch, self.kv_heads, *x.shape[1:]))
+        slice_of = lambda x, axis, t, block: lax.dynamic_slice_in_dim(x, t * block, block, axis)
+
+        def read(name, x):
+            if name in ONE_FOR_EACH:
+                return all_heads(x)
+            if name == "q_segments":
+                return all_heads(jnp.repeat(slice_of(x, 1, i, self.block_q), self.group, axis=1)[..., None])
+            if name == "kv_segments":
+                return all_heads(slice_of(x, 1, j, self.block_kv)[:, None, :])
+            if name in PAIRWISE:
+                x = x if x.shape[2] == 1 else slice_of(x, 2, i, self.block_q)
+                x = x if x.shape[3] == 1 else slice_of(x, 3, j, self.block_kv)
+                x = jnp.broadcast_to(x, (self.batch, self.kv_heads * self.group, self.block_q, x.shape[3]))
+                x = x.reshape(self.batch, self.kv_heads, self.group, self.block_q, -1).swapaxes(2, 3)
+                return x.reshape(self.batch, self.kv_heads, self.row_count, -1)
+            if name == "dropout_keys":
+                words = x[..., 0], x[..., 1]
+                return words if self.group == 1 else tuple(jax.vmap(self._one_for_each_row)(w)[..., None] for w in words)
+            return x if name == "args" else None
+
+        return score.map_leaves(read)
+
+    def _one_for_each_row(self, x: Array) -> Array:
+        """[heads] -> [kv_heads, rows]"""
+        return jnp.tile(x.reshape(self.kv_heads, self.group), (1, self.block_q))
+
+    def add_pairs(self, total: Array, x: Array, i, j) -> Array:
+        """total, shaped like the bias, plus x [batch, kv_heads, rows, cols] at tile (i, j), summed where it is broadcast."""
+        x = x.reshape(self.batch, self.kv_heads, self.block_q, self.group, self.block_kv).swapaxes(2, 3)
+        x = x.reshape(self.batch, -1, self.block_q, self.block_kv)
+        x = jnp.sum(x, axis=[axis for axis, size in enumerate(total.shape) if size == 1], keepdims=True)
+        at = [0, 0, i * self.block_q if total.shape[2] > 1 else 0, j * self.block_kv if total.shape[3] > 1 else 0]
+        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, x.shape) + x, at)
+
+    def join_pairs(self, x: Array, like: Array) -> Array:
+        """What add_pairs has summed, without the padding."""
+        return x[:, :, : like.shape[2], : like.shape[3]].astype(like.dtype)
+
+    def hide(self, visible: Array | None, queries, keys):
         """The rows and columns of one tile, zero where no pair of the tile is visible: a NaN there reaches nobody."""
-        seeing = jnp.repeat(ranges.seeing_queries(score, self.col_span(j), self.row_span(i).indices()), self.group)
-        seen = ranges.seen_keys(score, self.row_span(i), self.cols(j))
+        if visible is None:
+            return queries, keys
+        seeing, seen = visible.any(axis=1), visible.any(axis=0)
         keep = lambda seen, xs: tuple(jnp.where(seen[:, None], x, 0) for x in xs)
         return keep(seeing, queries), keep(seen, keys)
+
+    # ------------------------------------------------------------------------------------------------- the arrays
 
     def cut_keys(self, x: Array) -> Array:
         """[batch, kv_len, kv_heads, width] -> [tiles, batch, kv_heads, block_kv, width]"""
@@ -175,10 +286,11 @@ def _even(length: int, block: int) -> int:
     return -(-length // -(-length // block))
 
 
-def _pad(x: Array, length: int, value: float) -> Array:
-    """Axis 1 of x filled up to `length`."""
-    short = length - x.shape[1]
-    return jnp.pad(x, [(0, 0), (0, short), *[(0, 0)] * (x.ndim - 2)], constant_values=value) if short else x
+def _pad(x: Array, length: int, value: float, axis: int = 1) -> Array:
+    """An axis of x filled up to `length`."""
+    short = length - x.shape[axis]
+    widths = [(0, short if n == axis else 0) for n in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value) if short else x
 
 
 @functools.partial(jax.jit, static_argnames=("blocks", "precision"))

@@ -1,0 +1,186 @@
+"""The gradients of the Score's own arrays: of the bias, and of what score_fn reads.
+
+Both compute the tiles of ds anew and sum them, in a fixed order, into what is no larger than the array itself (bias) or
+than one copy of it for each q tile (score_args).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jflash import ranges, tile
+from jflash.kernels import memory
+from jflash.kernels.launch import Launcher
+from jflash.kernels.memory import Matrix, Place, Vector
+from jflash.numerics import larger, smaller
+from jflash.ranges import Index, Span
+from jflash.score import Operands, Pairs, Score
+
+
+class Inputs(NamedTuple):
+    """What the logits and their cotangents are computed from: whole arrays, their block specs, or refs to them."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse2: Any
+    delta: Any
+    score: Any
+
+    @property
+    def specs(self) -> Inputs:
+        """Each program sees all of everything: which batch elements and heads it needs depends on the bias's shape."""
+        whole = lambda shape: pl.BlockSpec(shape, lambda *grid: (0,) * len(shape))
+        matrix = lambda x: whole((*x.shape[:3], sum(memory.chunks(x.shape[3], x.dtype))))
+        rest = jax.tree.map(lambda x: whole(x.shape), (self.lse2, self.delta, self.score))
+        return Inputs(*map(matrix, self[:4]), *rest)
+
+
+def dbias(inputs: Inputs, launcher: Launcher) -> Array:
+    """The gradient of the bias, shaped like it.
+
+    One program a tile of it. A dimension that the bias has is cut into tiles; one that it lacks (size 1) is looped over.
+    """
+    bias = inputs.score.bias
+    counts = pl.cdiv(bias.shape[2], launcher.block_q), pl.cdiv(bias.shape[3], launcher.block_kv)
+    (result,) = launcher.call(
+        functools.partial(_dbias_kernel, widths=_widths(inputs), counts=counts),
+        grid=(counts[0] * counts[1], bias.shape[1], bias.shape[0]),
+        in_specs=[inputs.specs],
+        out_specs=[pl.BlockSpec(bias.shape, lambda *grid: (0, 0, 0, 0))],
+        out_shape=[jax.ShapeDtypeStruct(bias.shape, bias.dtype)],
+        name="jflash_dbias",
+    )(inputs)
+    return result
+
+
+def _dbias_kernel(inputs: Inputs, dbias_ref, *, widths: tuple[int, int], counts: tuple[int, int], launcher: Launcher):
+    batch, q_len, heads, _ = inputs.q.shape
+    t = pl.program_id(0)
+    own = pl.program_id(2), pl.program_id(1), lax.div(t, counts[1]), lax.rem(t, counts[1])
+    all_of = batch, heads, pl.cdiv(q_len, launcher.block_q), pl.cdiv(inputs.k.shape[1], launcher.block_kv)
+    ranges_of = [(0, n) if size == 1 else (x, x + 1) for x, n, size in zip(own, all_of, dbias_ref.shape, strict=True)]
+    batches, its_heads, its_q_tiles, its_kv_tiles = ranges_of
+    summed = tuple(axis for axis in (0, 1) if dbias_ref.shape[2 + axis] == 1)
+
+    def visit_batch(b, total):
+        return lax.fori_loop(*its_heads, functools.partial(visit_head, b), total)
+
+    def visit_head(b, h, total):
+        return lax.fori_loop(*its_q_tiles, functools.partial(visit_row, b, h), total)
+
+    def visit_row(b, h, i, total):
+        place, rows = Place(b, h, b, h), Span(i * launcher.block_q, launcher.block_q)
+        score = memory.score_at(inputs.score, place)
+        tiles = ranges.kv_tiles(score, rows, launcher.block_kv)
+        lo, hi = larger(tiles.lo, its_kv_tiles[0]), smaller(tiles.hi, its_kv_tiles[1])
+
+        def visit(j, total):
+            cols = Span(j * launcher.block_kv, launcher.block_kv)
+            operands, _, _ = _cotangents(inputs, score, place, rows, cols, widths, launcher)
+            ds: Any = operands.bias
+            return total + jnp.sum(ds, axis=summed, keepdims=True) if summed else total + ds
+
+        return lax.fori_loop(lo, hi, visit, total)
+
+    rows, cols = Span(own[2] * launcher.block_q, launcher.block_q), Span(own[3] * launcher.block_kv, launcher.block_kv)
+    rows, cols = (Span(0, 1) if axis in summed else span for axis, span in enumerate((rows, cols)))
+    total = lax.fori_loop(*batches, visit_batch, jnp.zeros((rows.size, cols.size), jnp.float32))
+    memory.store_pairs(dbias_ref, Place(own[0], own[1], own[0], own[1]), rows, cols, total)
+
+
+def dargs(inputs: Inputs, launcher: Launcher) -> tuple[Array | None, ...]:
+    """The gradients of score_args, flattened like them; None for one of integers.
+
+    One program a q tile of one head writes its share of each, the shares are summed outside. A look-up by a number costs
+    one sum a tile; one by an array of indices as many as lie between the least and the largest index of the tile.
+    """
+    batch, q_len, heads, _ = inputs.q.shape
+    score = inputs.score
+    count = pl.cdiv(q_len, launcher.block_q)
+    shares = [
+        jax.ShapeDtypeStruct((batch, heads, count, pl.next_power_of_2(arg.size)), jnp.float32)
+        for arg, floating in zip(score.args, score.differentiable_args, strict=True)
+        if floating
+    ]
+    results = launcher.call(
+        functools.partial(_dargs_kernel, widths=_widths(inputs)),
+        grid=(count, heads, batch),
+        in_specs=[inputs.specs],
+        out_specs=[pl.BlockSpec((None, None, None, x.shape[-1]), lambda i, h, b: (b, h, i, 0)) for x in shares],
+        out_shape=shares,
+        name="jflash_dargs",
+    )(inputs)
+    totals = (jnp.sum(x, axis=(0, 1, 2)) for x in results)
+    return tuple(
+        next(totals)[: arg.size].astype(arg.dtype) if floating else None
+        for arg, floating in zip(score.args, score.differentiable_args, strict=True)
+    )
+
+
+def _dargs_kernel(inputs: Inputs, *share_refs, widths: tuple[int, int], launcher: Launcher):
+    place = Place(pl.program_id(2), pl.program_id(1), pl.program_id(2), pl.program_id(1))
+    rows = Span(pl.program_id(0) * launcher.block_q, launcher.block_q)
+    score = memory.score_at(inputs.score, place)
+    share_of = {arg: n for n, arg in enumerate(n for n, floating in enumerate(score.differentiable_args) if floating)}
+
+    def visit(j, shares):
+        cols = Span(j * launcher.block_kv, launcher.block_kv)
+        operands, tile_score, at = _cotangents(inputs, score, place, rows, cols, widths, launcher)
+        shares = list(shares)
+        for (arg, index, _), ds in zip(tile_score.lookups(operands.qk, at), operands.values, strict=True):
+            n = share_of[arg]
+            shares[n] = shares[n] + _gathered(ds, index, shares[n].size)
+        return tuple(shares)
+
+    tiles = ranges.kv_tiles(score, rows, launcher.block_kv)
+    shares = lax.fori_loop(tiles.lo, tiles.hi, visit, tuple(jnp.zeros(ref.shape, jnp.float32) for ref in share_refs))
+    for ref, share in zip(share_refs, shares, strict=True):
+        plgpu.store(ref.at[...], share)
+
+
+def _gathered(ds: Array, index: Array | int, size: int) -> Array:
+    """[size] sums of the ds whose index is 0, 1, ..."""
+    slots = lax.iota(jnp.int32, size)
+    if jnp.ndim(index) == 0:
+        return jnp.where(slots == index, jnp.sum(ds), 0.0)
+    index = jnp.broadcast_to(index, ds.shape)
+
+    def add_one(n, sums):
+        return sums + jnp.where(slots == n, jnp.sum(jnp.where(index == n, ds, 0.0)), 0.0)
+
+    return lax.fori_loop(jnp.min(index), jnp.max(index) + 1, add_one, jnp.zeros((size,), jnp.float32))
+
+
+def _cotangents(
+    inputs: Inputs, score: Score, place: Place, rows: Span, cols: Span, widths: tuple[int, int], launcher: Launcher
+) -> tuple[Operands, Score, Pairs]:
+    """The cotangents of one tile's operands, the Score of the tile, and its pairs."""
+    head_dim, v_dim = widths
+    arith = launcher.arithmetic
+    heads, kv_heads = inputs.q.shape[2], inputs.k.shape[2]
+    own: dict[str, Index | None] = {"batch": place.batch, "head": place.head}
+    shared = {"batch": place.batch, "head": lax.div(place.h, heads // kv_heads)}
+    tile_score, at = memory.tile_of(score, rows, cols, place)
+    visible = tile_score.visible(at)
+    seen = memory.seen_keys(score, rows, cols, shared["batch"], shared["head"])
+    seeing = memory.seeing_queries(score, cols, rows, place.batch, place.head)
+    q, do = Matrix(inputs.q, head_dim, **own).load(rows, seeing), Matrix(inputs.do, v_dim, **own).load(rows, seeing)
+    k, v = Matrix(inputs.k, head_dim, **shared).load(cols, seen), Matrix(inputs.v, v_dim, **shared).load(cols, seen)
+    lse2 = Vector(inputs.lse2, **own).load(rows, seeing, jnp.inf)
+    delta = Vector(inputs.delta, **own).load(rows, seeing, 0)
+    qk, dp = arith.inner(q, k), arith.inner(do, v)
+    return tile.backward(qk, dp, lse2[:, None], delta[:, None], tile_score, at, visible, arith).operands, tile_score, at
+
+
+def _widths(inputs: Inputs) -> tuple[int, int]:
+    """(head_dim, v_dim)"""
+    return inputs.q.shape[3], inputs.v.shape[3]
