@@ -205,15 +205,15 @@ class Score:
         first, last = self.key_bounds(at.i)
         seen = at.j <= last
         if self.left is not None:
-            seen &= at.j >= first
+            seen = seen & (at.j >= first)
         if self.q_lengths is not None or not self.banded:
-            seen &= at.i < self.queries
+            seen = seen & (at.i < self.queries)
         if self.q_segments is not None:
-            seen &= self.q_segments == self.kv_segments
+            seen = seen & (self.q_segments == self.kv_segments)
         if self.mask is not None:
-            seen &= self.mask
+            seen = seen & self.mask
         if self.mask_fn is not None:
-            seen &= self.mask_fn(at.b, at.h, at.i + self.offset, at.j)
+            seen = seen & self.mask_fn(at.b, at.h, at.i + self.offset, at.j)
         return seen
 
     # ------------------------------------------------------------------------------------------- what is its logit?

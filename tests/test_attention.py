@@ -6,35 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import SMALL_TILES, TILED, check, normal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from jflash import BlockSizes, accuracy, attention
 from jflash.cases import CASES, Case
-
-TILED = ("xla", "interpret")
-SMALL_TILES = BlockSizes(
-    block_q=32, block_kv=16, block_q_dkv=16, block_kv_dkv=32, block_q_dq=32, block_kv_dq=16
-)  # so that short sequences have many tiles
-
-
-@functools.cache
-def references(case):
-    arrays = case.arrays()
-    return arrays, accuracy.run(case, arrays, implementation="naive"), accuracy.exact(case, arrays)
-
-
-def check(case, **how):
-    arrays, naive, x64 = references(case)
-    got = accuracy.run(case, arrays, **how)
-    for verdict in accuracy.verdicts(case, arrays, got, naive, x64):
-        assert verdict.agrees, verdict
-    empty = ~np.isfinite(x64.lse)
-    for x in (got.o, got.dq):
-        assert not np.asarray(x, np.float32).swapaxes(1, 2)[empty].any(), "a row that sees nothing is exactly zero"
-    assert (np.asarray(got.lse)[empty] == -np.inf).all()
-    return got
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -88,10 +66,6 @@ def test_any_case_and_any_tiles(case, block_q, block_kv):
 
 
 # ------------------------------------------------------------------------------------------- what must not matter
-
-
-def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "causal", "window", "q_offset"))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jflash import BlockSizes, attention
+from jflash import BlockSizes, attention, dropout_mask
 
 
 def x(*shape, dtype=jnp.float32):
@@ -12,6 +12,8 @@ def x(*shape, dtype=jnp.float32):
 
 
 Q, KV = x(2, 8, 4, 16), x(2, 9, 2, 16)
+KEYS = jax.random.split(jax.random.key(0), 3)
+PLUS = lambda s, b, h, i, j, table: s + table[h]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,63 @@ def test_arrays(arrays, error, message):
         ({"q_offset": jnp.zeros(3, int)}, ValueError, r"q_offset must be .* \(2,\), got shape \(3,\)"),
         ({"scale": "big"}, TypeError, r"scale must be a Python number, got 'big'"),
         ({"scale": float("nan")}, ValueError, r"scale must be finite, got nan"),
+        (
+            {"mask": jnp.ones((8, 9), jnp.int8)},
+            TypeError,
+            r"mask must be bool, .* got int8: give what is added to logits as bias",
+        ),
+        (
+            {"mask": jnp.ones((3, 1, 8, 9), bool)},
+            ValueError,
+            r"mask must broadcast to .* \(2, 4, 8, 9\), got shape \(3, 1, 8, 9\)",
+        ),
+        ({"mask": jnp.ones((1, 2, 4, 8, 9), bool)}, ValueError, r"mask must broadcast to .*, got shape \(1, 2, 4, 8, 9\)"),
+        ({"bias": x(8, 8)}, ValueError, r"bias must broadcast to .* \(2, 4, 8, 9\), got shape \(8, 8\)"),
+        ({"bias": x(8, 9, dtype=int)}, TypeError, r"bias must be a float of at most 32 bits beside q of float32, got int32"),
+        ({"segment_ids": jnp.zeros((2, 8), int)}, ValueError, r"segment_ids must be a pair .* q_len, 8, and kv_len, 9, differ"),
+        (
+            {"segment_ids": (jnp.zeros((2, 8), int), jnp.zeros((2, 8), int))},
+            ValueError,
+            r"segment_ids\[1\] must .* \(2, 9\), got \(2, 8\)",
+        ),
+        ({"segment_ids": (x(2, 8), x(2, 9))}, TypeError, r"segment_ids\[0\] must be an integer array .* got float32"),
+        ({"segment_ids": (1, 2, 3)}, TypeError, r"segment_ids must be one array or a pair \(q, kv\), got 3 of them"),
+        ({"q_lengths": 1.5}, TypeError, r"q_lengths must be an int or an integer array, got float32"),
+        ({"kv_lengths": jnp.zeros(3, int)}, ValueError, r"kv_lengths must be .* \(2,\), got shape \(3,\)"),
+        ({"softcap": 0.0}, ValueError, r"softcap must be positive, got 0.0"),
+        ({"softcap": "much"}, TypeError, r"softcap must be a Python number, got 'much'"),
+        ({"sinks": x(3)}, ValueError, r"sinks must have the shape \[heads\], \(4,\), got shape \(3,\)"),
+        ({"sinks": jnp.zeros(4, int)}, TypeError, r"sinks must be a float of at most 32 bits .* got int32"),
+        ({"dropout_rate": 1.0}, ValueError, r"dropout_rate must lie in \[0, 1\), got 1.0"),
+        ({"dropout_rate": -0.1}, ValueError, r"dropout_rate must lie in \[0, 1\), got -0.1"),
+        ({"dropout_rate": 0.1}, ValueError, r"dropout_key must be given where dropout_rate is not 0, got None beside 0.1"),
+        ({"dropout_rate": 0.1, "dropout_key": x(2)}, TypeError, r"dropout_key must be a jax.random key or .* got float32\[2\]"),
+        ({"dropout_rate": 0.1, "dropout_key": KEYS}, ValueError, r"dropout_key must be one jax.random key, .* shape \(3,\)"),
+        ({"score_fn": 1.0}, TypeError, r"score_fn must be a function, got 1.0"),
+        (
+            {"score_fn": lambda s, b, h, i, j: s[0]},
+            TypeError,
+            r"score_fn must keep the shape .* float32\[8, 16\], got float32\[16\]",
+        ),
+        ({"score_fn": lambda s, b, h, i, j: s.astype(jnp.bfloat16)}, TypeError, r"score_fn must keep .* got bfloat16\[8, 16\]"),
+        ({"score_fn": lambda s, b, h, i, j: (s, s)}, TypeError, r"score_fn must return one array, got \("),
+        (
+            {"score_fn": lambda s, b, h, i, j: s + KV[0, 0, 0]},
+            ValueError,
+            r"score_fn must not close over arrays, .* give them as score_args",
+        ),
+        ({"score_args": (x(4),)}, ValueError, r"score_args must be given together with score_fn"),
+        ({"score_fn": PLUS, "score_args": x(4)}, TypeError, r"score_args must be a tuple of arrays, got ArrayImpl"),
+        ({"score_fn": PLUS, "score_args": (x(0),)}, ValueError, r"score_args\[0\] must not be empty, got shape \(0,\)"),
+        ({"score_fn": PLUS, "score_args": (x(4, 2),)}, IndexError, r"one index for each dimension of \(4, 2\), got 1"),
+        ({"score_fn": lambda s, b, h, i, j, t: s + t[s], "score_args": (x(4),)}, TypeError, r"takes integers as indices, got"),
+        ({"score_fn": lambda s, b, h, i, j, t: s + t, "score_args": (x(4),)}, TypeError, r"unsupported operand"),
+        ({"mask_fn": lambda b, h, i, j: i - j}, TypeError, r"mask_fn must return bools that broadcast .* got int32\[8, 16\]"),
+        (
+            {"mask_fn": lambda b, h, i, j: KV[0, 0, 0] > j},
+            ValueError,
+            r"mask_fn must not close over arrays, .* give them as mask",
+        ),
         ({"implementation": "cudnn"}, ValueError, r"implementation must be None or one of .*'triton'.*, got 'cudnn'"),
         ({"block_sizes": 64}, TypeError, r"block_sizes must be a jflash.BlockSizes or None, got 64"),
     ],
@@ -67,6 +126,33 @@ def test_options(options, error, message):
 def test_a_traced_scale_raises_and_says_what_to_do():
     with pytest.raises(TypeError, match="scale must be a Python number, got a traced value: multiply q by it instead"):
         jax.jit(lambda scale: attention(Q, KV, KV, scale=scale))(0.5)
+
+
+def test_a_traced_rate_or_cap_raises():
+    for name in ("dropout_rate", "softcap"):
+        with pytest.raises(TypeError, match=f"{name} must be a Python number, got a traced value"):
+            jax.jit(lambda x, name=name: attention(Q, KV, KV, **{name: x}))(0.5)
+
+
+def test_a_function_that_closes_over_a_traced_array_raises():
+    with pytest.raises(ValueError, match=r"score_fn must not close over arrays, .* give them as score_args"):
+        jax.jit(lambda t: attention(Q, KV, KV, score_fn=lambda s, b, h, i, j: s + t[h]))(x(4))
+
+
+def test_inputs_without_batch_have_options_without_batch():
+    with pytest.raises(
+        ValueError, match=r"bias must broadcast to \[heads, q_len, kv_len\], \(4, 8, 9\), got shape \(2, 4, 8, 9\)"
+    ):
+        attention(Q[0], KV[0], KV[0], bias=x(2, 4, 8, 9))
+    with pytest.raises(ValueError, match=r"segment_ids\[0\] must have the shape \[length\], \(8,\), got \(1, 8\)"):
+        attention(Q[0], KV[0], KV[0], segment_ids=(jnp.zeros((1, 8), int), jnp.zeros((1, 9), int)))
+
+
+def test_dropout_mask():
+    with pytest.raises(ValueError, match=r"shape must be \(batch, heads, q_len, kv_len\) or .*, got \(8, 9\)"):
+        dropout_mask(KEYS[0], 0.1, (8, 9))
+    with pytest.raises(ValueError, match=r"rate must lie in \[0, 1\), got 1.5"):
+        dropout_mask(KEYS[0], 1.5, (4, 8, 9))
 
 
 @pytest.mark.parametrize("name", ["block_q", "block_kv", "num_warps", "block_q_dkv", "num_warps_dq"])

@@ -5,50 +5,76 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash import accuracy, attention
+from jflash import accuracy, attention, dropout_mask
 from jflash.cases import CASES
 
 SMALL = [case for case in CASES if case.q_len <= 100 or not case.causal]
 
 
 def numpy_attention(case, q, k, v, do, dlse):
-    """(o, lse, dq, dk, dv) by the formulas of softmax and its derivative, one head at a time, float64."""
+    """(o, lse, dq, dk, dv) by the formulas of softmax and its derivative, one query at a time, float64.
+
+    The gradients are right where the derivative of a logit is the scale: see LINEAR.
+    """
+    options, parameters = case.options(), case.parameters()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     group = case.heads // case.kv_heads
     o, lse = np.zeros_like(do), np.full_like(dlse, -np.inf)
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     left, right = case.window if isinstance(case.window, tuple) else (case.window, case.window)
-    for b in range(case.batch):
-        offset = case.q_offset[b] if isinstance(case.q_offset, tuple) else case.q_offset
-        for h in range(case.heads):
-            for i in range(case.q_len):
-                see = np.ones(case.kv_len, bool)
-                for j in range(case.kv_len):
-                    ahead = j - (offset + i)
-                    see[j] = not (case.causal and ahead > 0) and -ahead <= (left or abs(ahead) * (left is None))
-                    see[j] &= ahead <= (right or abs(ahead) * (right is None))
-                if not see.any():
-                    continue
-                keys, values = k[b, see, h // group], v[b, see, h // group]
-                s = scale * keys @ q[b, i, h]
-                e = np.exp(s - s.max())
-                p = e / e.sum()
-                lse[b, h, i] = s.max() + np.log(e.sum())
-                o[b, i, h] = p @ values
-                dp = values @ do[b, i, h]
-                ds = p * (dp - p @ dp + dlse[b, h, i])
-                dq[b, i, h] = scale * ds @ keys
-                dk[b, see, h // group] += scale * np.outer(ds, q[b, i, h])
-                dv[b, see, h // group] += np.outer(p, do[b, i, h])
+    j = np.arange(case.kv_len)
+    everything = case.batch, case.heads, case.q_len, case.kv_len
+    mask, bias = (np.broadcast_to(x, everything) for x in (options.get("mask", True), parameters.get("bias", 0.0)))
+    kept = np.ones(everything)
+    if case.dropout_rate:
+        kept = dropout_mask(options["dropout_key"], case.dropout_rate, everything) / (1 - case.dropout_rate)
+    for b, h, i in np.ndindex(everything[:3]):
+        position = i + (case.q_offset[b] if isinstance(case.q_offset, tuple) else case.q_offset)
+        see = mask[b, h, i] & (i < (case.q_lengths[b] if case.q_lengths else case.q_len))
+        see &= j < (case.kv_lengths[b] if case.kv_lengths else case.kv_len)
+        see &= (j <= position) | (not case.causal)
+        see &= (left is None) | (position - j <= (left or 0))
+        see &= (right is None) | (j - position <= (right or 0))
+        if case.segments:
+            see &= np.asarray(options["segment_ids"][0][b, i] == options["segment_ids"][1][b])
+        if case.mask_fn:
+            see &= np.asarray(options["mask_fn"](b, h, position, j))
+        keys, values = k[b, see, h // group], v[b, see, h // group]
+        s = scale * keys @ q[b, i, h]
+        if case.softcap:
+            s = case.softcap * np.tanh(s / case.softcap)
+        s = s + bias[b, h, i, see]
+        if case.score_fn and see.any():
+            s = np.asarray(options["score_fn"](s, b, h, position, j[see], *parameters.get("score_args", ())))
+        sink = parameters["sinks"][h] if case.sinks else -np.inf
+        largest = max(s.max(initial=-np.inf), sink)
+        if largest == -np.inf:
+            continue
+        e = np.exp(s - largest)
+        total = e.sum() + np.exp(sink - largest)
+        lse[b, h, i] = largest + np.log(total)
+        reached = e / total * kept[b, h, i, see]
+        o[b, i, h] = reached @ values
+        dp = values @ do[b, i, h] * kept[b, h, i, see]
+        ds = e / total * (dp - o[b, i, h] @ do[b, i, h] + dlse[b, h, i])
+        dq[b, i, h] = scale * ds @ keys
+        dk[b, see, h // group] += scale * np.outer(ds, q[b, i, h])
+        dv[b, see, h // group] += np.outer(reached, do[b, i, h])
     return o, lse, dq, dk, dv
+
+
+LINEAR = (None, "alibi", "t5", "decay")
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_agrees_with_numpy_in_float64(case):
     arrays = case.arrays()
-    for x, expected in zip(accuracy.exact(case, arrays), numpy_attention(case, *arrays), strict=True):
-        size = max(1.0, np.max(np.abs(expected[np.isfinite(expected)]), initial=0.0))
-        assert accuracy.distance(x, expected) <= 1e-12 * size
+    with jax.enable_x64(True):
+        expected = numpy_attention(case, *arrays)
+    count = 5 if case.score_fn in LINEAR and case.softcap is None else 2
+    for x, y in zip(accuracy.exact(case, arrays)[:count], expected[:count], strict=True):
+        size = max(1.0, np.max(np.abs(y[np.isfinite(y)]), initial=0.0))
+        assert accuracy.distance(x, y) <= 1e-12 * size
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 5)}, {"window": (20, 0), "causal": True}])

@@ -1,0 +1,35 @@
+"""What several tests share: small tiles, and the one comparison with float64."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+from jflash import BlockSizes, accuracy
+
+TILED = ("xla", "interpret")
+SMALL_TILES = BlockSizes(
+    block_q=32, block_kv=16, block_q_dkv=16, block_kv_dkv=32, block_q_dq=32, block_kv_dq=16
+)  # so that short sequences have many tiles
+
+
+@functools.cache
+def references(case):
+    arrays = case.arrays()
+    return arrays, accuracy.run(case, arrays, implementation="naive"), accuracy.exact(case, arrays)
+
+
+def check(case, **how):
+    arrays, naive, x64 = references(case)
+    got = accuracy.run(case, arrays, **how)
+    for verdict in accuracy.verdicts(case, arrays, got, naive, x64):
+        assert verdict.agrees, verdict
+    empty = ~np.isfinite(x64.lse)
+    for x in (got.o, got.dq):
+        assert not np.asarray(x, np.float32).swapaxes(1, 2)[empty].any(), "a row that sees nothing is exactly zero"
+    assert (np.asarray(got.lse)[empty] == -np.inf).all()
+    return got
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
