@@ -7,7 +7,8 @@ of additions and rotations for the same four words.
 
 One block of four words serves the four pairs (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) where neither i nor j has
 its bit of value 8 set. Tensor cores leave these four in one thread, whether queries run down or across, and the compiler
-then finds that it needs the block only once: see benchmarks/NOTES.md for the cost in instructions.
+then finds that it needs the block only once. What that costs a pair, compiled for H100 (head_dim 64, JAX 0.12.0.1): 11
+instructions in the forward, 12 in dQ; 20 in dK/dV, where only two of the four are found to be the same.
 """
 
 from __future__ import annotations

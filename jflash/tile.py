@@ -94,10 +94,12 @@ def backward(
     if visible is not None:
         x = jnp.where(visible, x, -jnp.inf)
     p = arith.exp2(x, score.slope, lse2)
-    reached = p
-    if (kept := score.kept(at)) is not None:
-        reached, dp = (jnp.where(kept, y * score.upscale, 0) for y in (p, dp))
-    (operands,) = pull(p * (dp - delta))
+    if (kept := score.kept(at)) is None:
+        reached, ds = p, p * (dp - delta)
+    else:  # `kept` is used once: Triton would draw it anew for each layout that it is needed in
+        reached = jnp.where(kept, p * score.upscale, 0)
+        ds = reached * dp - p * delta
+    (operands,) = pull(ds)
     if visible is not None and score.score_fn is not None:
         operands = operands.where(visible)  # its derivative may be NaN where it was never meant to be taken
     return Cotangents(reached, operands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -14,6 +15,7 @@ from jaxlib.triton import dialect as triton
 
 import jflash
 from jflash import machine_code
+from jflash.cases import SCORE_FNS
 from jflash.machine_code import GPUS, compiler, loops
 from jflash.machine_code.kernel import Assembled
 
@@ -88,6 +90,85 @@ def test_hot_loops_leave_the_tensor_cores_busy_on_h100(head_dim, forward, backwa
             assert kernel.issue_per_tensor <= (forward if kernel.name == "jflash_forward" else backward)
 
 
+# ------------------------------------------------------------------------------------------------------- options
+
+LENGTH, HEADS = 1024, 4
+OPTIONS = {
+    # name: (arrays by name, other options)
+    "segments": ({"segment_ids": ((2, LENGTH), jnp.int32)}, {"causal": True}),
+    "lengths": ({"q_lengths": ((2,), jnp.int32), "kv_lengths": ((2,), jnp.int32)}, {}),
+    "mask": ({"mask": ((2, 1, LENGTH, LENGTH), bool)}, {}),
+    "padding mask": ({"mask": ((2, 1, 1, LENGTH), bool)}, {}),
+    "mask_fn": ({}, {"mask_fn": lambda b, h, i, j: (i + j + h + b) % 3 != 0}),
+    "bias": ({"bias": ((1, HEADS, LENGTH, LENGTH), jnp.bfloat16)}, {}),
+    "padding bias": ({"bias": ((2, 1, 1, LENGTH), jnp.float32)}, {}),
+    "softcap": ({}, {"softcap": 50.0}),
+    "sinks": ({"sinks": ((HEADS,), jnp.float32)}, {}),
+    "dropout": ({"dropout_key": ((2,), jnp.uint32)}, {"dropout_rate": 0.1}),
+    "alibi": ({"score_args": ((HEADS,), jnp.float32)}, {"score_fn": SCORE_FNS["alibi"]}),
+    "t5": ({"score_args": ((HEADS, 32), jnp.float32)}, {"score_fn": SCORE_FNS["t5"]}),
+    # What models combine.
+    "packed": ({"segment_ids": ((2, LENGTH), jnp.int32)}, {"causal": True, "window": (512, 0)}),
+    "structure prediction": ({"bias": ((1, HEADS, LENGTH, LENGTH), jnp.float32), "mask": ((2, 1, 1, LENGTH), bool)}, {}),
+    "capped": ({"sinks": ((HEADS,), jnp.float32)}, {"causal": True, "window": (512, 0), "softcap": 50.0}),
+}
+WIDTHS = {"packed": (128, jnp.bfloat16), "structure prediction": (32, jnp.float32)}  # of the others: 64, bfloat16
+
+
+def with_options(name: str):
+    """(a function of q, k, v, do and the option's arrays, their shapes): attention and all its gradients."""
+    shapes, options = OPTIONS[name]
+    arrays = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+
+    def forward_backward(q, k, v, do, arrays):
+        wrap = lambda name, x: (x,) if name == "score_args" else x
+        differentiable = {name: wrap(name, x) for name, x in arrays.items() if name in ("bias", "sinks", "score_args")}
+        rest = {name: x for name, x in arrays.items() if name not in differentiable}
+        fn = lambda q, k, v, differentiable: jflash.attention(q, k, v, **differentiable, **rest, **options)
+        o, backward = jax.vjp(fn, q, k, v, differentiable)
+        return o, backward(do)
+
+    head_dim, dtype = WIDTHS.get(name, (64, jnp.bfloat16))
+    return forward_backward, (*avals(2, LENGTH, HEADS, head_dim, dtype, kv_heads=2), arrays)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_compiles_and_does_not_spill(name, gpu):
+    fn, arguments = with_options(name)
+    program = machine_code.compile_for(fn, *arguments, gpu=gpu)
+    own = [kernel for kernel in program.kernels if kernel.name.startswith("jflash_")]
+    of_arrays = {"bias": "jflash_dbias", "score_args": "jflash_dargs"}
+    assert {kernel.name for kernel in own} == {*KERNELS, *(of_arrays[x] for x in OPTIONS[name][0] if x in of_arrays)}
+    for kernel in own:
+        assert kernel.spill_bytes <= 256, kernel
+        assert kernel.tensor_cores or kernel.name == "jflash_delta"
+
+
+@needs_compiler
+def test_options_that_are_not_used_cost_nothing():
+    """The figures of the kernels before there were options (JAX 0.12.0.1): a change here is one to every call."""
+    program = machine_code.compile_for(attention(causal=True), *avals(2, 4096, 4, 64), gpu="h100")
+    for name, most in {"jflash_forward": 0.91, "jflash_dkv": 0.65, "jflash_dq": 0.70}.items():
+        assert program[name].issue_per_tensor <= most
+        assert program[name].spill_bytes == 0
+
+
+@needs_compiler
+def test_what_dropout_costs_an_element():
+    """At most 13 instructions: one block of Philox serves four pairs, which the compiler must find out by itself."""
+    issued = {}
+    for name in ("dropout", "sinks"):  # a sink costs nothing in the loop
+        fn, arguments = with_options(name)
+        launch = jflash.BlockSizes(block_q=128, block_kv=64, num_warps=4, num_stages=2)
+        fn = functools.partial(jflash.attention, **OPTIONS[name][1], block_sizes=launch)
+        call = lambda q, k, v, arrays, fn=fn: fn(q, k, v, **arrays)
+        program = machine_code.compile_for(call, *arguments[:3], arguments[4], gpu="h100")
+        issued[name] = max(loop.cycles["issue"] for loop in program["jflash_forward"].loops)
+    assert issued["dropout"] - issued["sinks"] <= 13 * 128 * 64 / (4 * 32)
+
+
 # --------------------------------------------------------------------------------------------- lowering and memory
 
 
@@ -111,6 +192,33 @@ def test_memory_grows_linearly_with_the_length(platform, causal):
         return memory.temp_size_in_bytes
 
     assert 0 < temp_bytes(8192) < 4.5 * temp_bytes(2048)
+
+
+@needs_compiler
+def test_memory_of_everything_at_once_grows_linearly():
+    def temp_bytes(length):
+        q, k, v, do = avals(1, length, 4, 64, jnp.bfloat16)
+        ids, sinks = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.float32)
+        options = {"causal": True, "window": (500, 0), "softcap": 30.0, "dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+
+        def forward_backward(q, k, v, do, sinks, ids):
+            fn = lambda q, k, v, sinks: jflash.attention(q, k, v, sinks=sinks, segment_ids=ids, **options)
+            return jax.vjp(fn, q, k, v, sinks)[1](do)
+
+        return machine_code.compile_for(forward_backward, q, k, v, do, sinks, ids, gpu="h100").temp_bytes
+
+    assert 0 < temp_bytes(8192) < 4.5 * temp_bytes(2048)
+
+
+@needs_compiler
+def test_offsets_into_a_mask_of_bytes_do_not_overflow():
+    # Between 2**31 and 2**32 bytes, offsets in 32 bits wrap around: two bytes for each pair then.
+    mask = jax.ShapeDtypeStruct((1, 1, 50_000, 50_000), bool)
+    q, k, v, _ = avals(1, 50_000, 1, 16, jnp.bfloat16)
+    lowered = machine_code.lower_for(lambda q, k, v, mask: jflash.attention(q, k, v, mask=mask), q, k, v, mask, gpu="h100")
+    (types,) = offset_types(lowered).values()
+    assert {"i64"} in types
+    assert "tensor<1x1x50000x50000xi16>" in lowered.as_text()
 
 
 @needs_compiler

@@ -21,15 +21,20 @@ from jflash.machine_code import GPUS
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def test_the_example_of_the_readme_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def test_the_examples_of_the_readme_run():
+    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     names = {}
-    exec(example, names)
+    exec(first, names)
     chex.assert_shape([names["o"], names["dq"]], (2, 1000, 8, 64))
     chex.assert_shape([names["dk"], names["dv"]], (2, 1000, 2, 64))
     chex.assert_shape(names["lse"], (2, 8, 1000))
     chex.assert_type([names["o"], names["dq"], names["lse"]], [jnp.bfloat16, jnp.bfloat16, jnp.float32])
     chex.assert_tree_all_finite([names[name] for name in ("o", "lse", "dq", "dk", "dv")])
+    assert others
+    for example in others:
+        exec(example, names)
+    chex.assert_shape(names["o"], (2, 1000, 8, 64))
+    chex.assert_tree_all_finite([names["o"], names["dtable"]])
 
 
 def test_importing_jflash_needs_only_jax_and_numpy():
@@ -54,10 +59,10 @@ def test_self_check_says_yes_and_no(capsys, monkeypatch):
     right = accuracy.program
 
     def slightly_wrong(*args, **how):
-        compiled, arguments = right(*args, **how)
+        compiled, *rest = right(*args, **how)
         if how.get("implementation") == "naive":
-            return compiled, arguments
-        return Program(compiled), arguments
+            return compiled, *rest
+        return Program(compiled), *rest
 
     monkeypatch.setattr(accuracy, "program", slightly_wrong)
     assert self_check.main() == 1
@@ -72,8 +77,8 @@ class Program:
 
     compiled: jax.stages.Compiled
 
-    def __call__(self, *args):
-        got = self.compiled(*args)
+    def __call__(self, *args, **parameters):
+        got = self.compiled(*args, **parameters)
         return got._replace(dk=got.dk * 1.1)
 
     def memory_analysis(self):
@@ -101,7 +106,9 @@ def test_families(kind, family):
 def test_each_family_has_tile_sizes_for_everything():
     for family in {gpu.family(target.kind) for target in GPUS.values()}:
         table = blocks._table(family)
-        assert set(table) == {(k, b, w) for k in ("forward", "dkv", "dq") for b in (2, 4) for w in blocks.WIDTHS}
+        everything = {(k, b, w) for k in ("forward", "dkv", "dq") for b in (2, 4) for w in blocks.WIDTHS}
+        assert {entry[:3] for entry in table if entry[3] == "plain"} == everything
+        assert {entry[3] for entry in table} <= {"plain", "general"}
         for launch in table.values():  # what a caller may choose holds for what jflash chooses
             jflash.BlockSizes(**dataclasses.asdict(launch))
 
