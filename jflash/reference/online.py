@@ -42,7 +42,7 @@ class Online:
         def visit(j, state, q, i, masked):
             def one(state, q, k, v, score, at):
                 visible = score.visible(at) if masked else None
-                _, (k, v) = layout.hide(visible, (), (k, v))
+                _, (k, v) = layout.hide(visible, at, (), (k, v))
                 return tile.forward(state, (q,), (k,), (v,), score, at, visible, arith)
 
             return layout.for_each(one, score, i, j)(state, q, k_tiles[j], v_tiles[j])
@@ -80,7 +80,7 @@ class Online:
 
             def one(q, k, v, do, lse2, delta, score, at):
                 visible = score.visible(at) if masked else None
-                (q, do), (k, v) = layout.hide(visible, (q, do), (k, v))
+                (q, do), (k, v) = layout.hide(visible, at, (q, do), (k, v))
                 qk, dp = arith.inner((q,), (k,)), arith.inner((do,), (v,))
                 p, ds = tile.backward(qk, dp, lse2[:, None], delta[:, None], score, at, visible, arith)
                 products = arith.combine(ds.qk, (k,)) + arith.combine(ds.qk, (q,), axis=0) + arith.combine(p, (do,), axis=0)
@@ -242,11 +242,11 @@ class Layout(NamedTuple):
         """What add_pairs has summed, without the padding."""
         return x[:, :, : like.shape[2], : like.shape[3]].astype(like.dtype)
 
-    def hide(self, visible: Array | None, queries, keys):
+    def hide(self, visible: Array | None, at: Pairs, queries, keys):
         """The rows and columns of one tile, zero where no pair of the tile is visible: a NaN there reaches nobody."""
         if visible is None:
             return queries, keys
-        seeing, seen = visible.any(axis=1), visible.any(axis=0)
+        seeing, seen = visible.any(axis=1), (visible & (at.i < self.q_len)).any(axis=0)  # a padded row sees nothing
         keep = lambda seen, xs: tuple(jnp.where(seen[:, None], x, 0) for x in xs)
         return keep(seeing, queries), keep(seen, keys)
 
