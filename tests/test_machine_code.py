@@ -211,6 +211,16 @@ def test_memory_of_everything_at_once_grows_linearly():
 
 
 @needs_compiler
+@pytest.mark.parametrize("shape", [(1, 1, 1, 4096), (1, 8, 1, 4096), (1, 1, 4096, 1), (1, 1, 4096, 4096)])
+def test_the_gradient_of_a_bias_takes_no_more_than_the_bias(shape):
+    q, k, v, do = avals(2, 4096, 8, 64, jnp.bfloat16)
+    backward = lambda q, k, v, do, bias: jax.vjp(lambda q, bias: jflash.attention(q, k, v, bias=bias), q, bias)[1](do)
+    program = machine_code.compile_for(backward, q, k, v, do, jax.ShapeDtypeStruct(shape, jnp.float32), gpu="h100")
+    assert program["jflash_dbias"].tensor_cores
+    assert program.temp_bytes < 2 * 8 * 4096 * 64 * 16  # a few arrays like q; one of all pairs would be 16 times that
+
+
+@needs_compiler
 def test_offsets_into_a_mask_of_bytes_do_not_overflow():
     # Between 2**31 and 2**32 bytes, offsets in 32 bits wrap around: two bytes for each pair then.
     mask = jax.ShapeDtypeStruct((1, 1, 50_000, 50_000), bool)

@@ -408,6 +408,22 @@ def test_memory_of_everything_at_once_grows_linearly(implementation):
     assert 0 < temp_bytes(8192) < 4.5 * temp_bytes(2048)
 
 
+def bias_bytes(shape, argnums, length=2048):
+    """Temporary memory of the gradients by the given arguments of a loss of q, k, v and a bias."""
+    q, bias = jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    loss = lambda q, k, v, bias: jnp.sum(attention(q, k, v, bias=bias) ** 2)
+    return jax.jit(jax.grad(loss, argnums)).lower(q, q, q, bias).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_the_gradient_of_a_bias_takes_no_more_than_the_bias():
+    plain = bias_bytes((1, 1, 1, 2048), (0, 1, 2))
+    pairs = 4 * 2048 * 2048
+    for shape in ((1, 1, 1, 2048), (1, 2, 1, 2048), (1, 1, 2048, 1), (1, 1, 1, 1)):
+        assert bias_bytes(shape, (0, 1, 2, 3)) < plain + pairs / 16
+    assert bias_bytes((1, 1, 2048, 2048), (0, 1, 2, 3)) < plain + 1.2 * pairs  # two heads share it
+    assert bias_bytes((1, 2, 2048, 2048), (0, 1, 2)) < plain + pairs / 16  # and where nobody asks for it, it is not made
+
+
 @EVERYWHERE
 def test_dropout_is_the_dense_mask_of_the_same_key(implementation):
     q, k, v, do = arrays(heads=4)

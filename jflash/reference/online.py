@@ -165,7 +165,6 @@ class Layout(NamedTuple):
 
     def cut_score(self, score: Score) -> Score:
         """`score` with leaves that whole tiles can be cut from."""
-
         rows, cols = self.q_count * self.block_q, self.kv_count * self.block_kv
 
         def cut(name, x):
