@@ -76,9 +76,9 @@ class Arithmetic:
         """a · bᵀ for operands that are cut into chunks of columns."""
         return sum((self.dot(x, y, (1, 1)) for x, y in zip(a[1:], b[1:], strict=True)), self.dot(a[0], b[0], (1, 1)))
 
-    def combine(self, p: Array, chunks: tuple[Array, ...], axis: int = 1) -> tuple[Array, ...]:
-        """p · x (axis 1) or pᵀ · x (axis 0) for each chunk x, p rounded to the chunk's dtype first."""
-        return tuple(self.dot(p.astype(x.dtype), x, (axis, 0)) for x in chunks)
+    def combine(self, p: Array, chunks: tuple[Array, ...]) -> tuple[Array, ...]:
+        """p · x for each chunk x, p rounded to the chunk's dtype first."""
+        return tuple(self.dot(p.astype(x.dtype), x, (1, 0)) for x in chunks)
 
     def exp2(self, x: Array, slope: Array | float, intercept: Array) -> Array:
         """exp2(slope * x - intercept), elementwise with broadcasting."""

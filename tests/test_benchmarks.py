@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("rich")
 
+from benchmarks import attention, plot
 from benchmarks import machine_code as program
 from jflash import machine_code
 
@@ -40,3 +43,44 @@ def test_machine_code(monkeypatch, tmp_path, capsys):
         assert 0 < float(line["peak_share"]) <= 1
     assert {line["kernel"] for line in lines if line["attention"] == "broken"} == {"NotImplementedError: no such kernel"}
     assert "compiled, not run" in capsys.readouterr().out
+
+
+def test_attention_and_its_pictures(monkeypatch, tmp_path, capsys):
+    """A path that disagrees and one that fails are told of and left out; the others have a line for each shape."""
+    output = tmp_path / "new" / "attention.csv"
+    options = ["--lengths", "32", "48", "--head-dims", "8", "--heads", "2", "--repeats", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["program", *options])
+    paths = attention.jax_paths
+
+    def with_bad_ones(causal):
+        wrong = lambda q, k, v: 1.01 * jnp.asarray(paths(causal)["naive"](q, k, v))
+        return {**paths(causal), "wrong": wrong, "broken": lambda q, k, v: q @ v}
+
+    monkeypatch.setattr(attention, "jax_paths", with_bad_ones)
+    attention.main()
+    with output.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    for name in ("jflash", "jax.nn", "naive"):
+        assert sum(line["attention"] == name for line in lines) == 2 * 2 * 2
+    assert not {"wrong", "broken"} & {line["attention"] for line in lines}
+    told = " ".join(capsys.readouterr().out.split())
+    assert "wrong at Shape" in told
+    assert "not the result of float64, not reported" in told
+    assert "broken at Shape" in told
+    for line in lines:
+        assert float(line["milliseconds"]) > 0
+        assert line["jax"] == jax.__version__
+        assert float(line["times_as_fast_as_jax_nn"]) > 0
+
+    monkeypatch.setattr(sys, "argv", ["program", str(output)])
+    plot.main()
+    assert {path.name for path in output.parent.glob("*.png")} == {
+        f"attention_d8_{kind}_{direction}.png" for kind in ("full", "causal") for direction in ("forward", "backward")
+    }
+
+
+def test_flops_are_counted_as_the_field_does():
+    shape = attention.Shape(2, 4096, 8, 64, "float16", causal=False, backward=False)
+    assert shape.flops == 4 * 2 * 8 * 4096**2 * 64
+    assert shape._replace(causal=True).flops == shape.flops / 2
+    assert shape._replace(backward=True).flops == 3.5 * shape.flops
