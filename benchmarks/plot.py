@@ -15,6 +15,13 @@ import matplotlib.pyplot as plt
 PANELS = {"milliseconds": "milliseconds", "TFLOPS": "TFLOPS", "temporary_MiB": "MiB of temporary memory"}
 
 
+class Plain(matplotlib.ticker.LogFormatter):
+    """0.06, not 6 times 10 to the power of -2."""
+
+    def __call__(self, x, pos=None):
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def draw(lines: list[dict[str, str]], title: str, output: pathlib.Path) -> None:
     """Three panels, a curve for each path; a path that has no line at some length has a gap there."""
     lengths = sorted({int(line["length"]) for line in lines})
@@ -27,7 +34,8 @@ def draw(lines: list[dict[str, str]], title: str, output: pathlib.Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="length", ylabel=label)
         axis.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], rotation=45)
         axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axis.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda y, _: f"{y:g}"))
+        axis.yaxis.set_major_formatter(Plain())
+        axis.yaxis.set_minor_formatter(Plain(minor_thresholds=(1.5, 0.5)))
         axis.grid(visible=True, which="both", alpha=0.3)
     axes[0].legend()
     figure.suptitle(title)
