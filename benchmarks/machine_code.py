@@ -99,8 +99,7 @@ def rows(gpu: str, head_dims: list[int], length: int, dtype) -> Iterator[dict[st
                     yield {"attention": name, "kernel": f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"}
                     continue
                 for kernel in found:
-                    busy = [loop for loop in kernel.loops if loop.cycles["tensor"]]
-                    for loop in [x for x in busy if not any(x.contains(y) for y in busy)] or [None]:
+                    for loop in kernel.busy or (None,):
                         yield row(name, kernel, head_dim, causal, loop)
 
 

@@ -83,8 +83,7 @@ def with_q_visits(score: Score, block_q: int, block_kv: int) -> Score:
 
 def for_all(tiles_of: Callable[[Score], Tiles], score: Score) -> Tiles:
     """tiles_of(score) for a loop that serves all batch elements at once: it visits what any of them must visit."""
-    names = ("q_offset", "q_lengths", "kv_lengths", "visits")
-    own = {name: getattr(score, name) for name in names if getattr(score, name) is not None}
+    own = {name: getattr(score, name) for name in (*ONE_FOR_EACH, "visits") if getattr(score, name) is not None}
     if not own:
         return tiles_of(score)
     tiles = jax.vmap(lambda own: tiles_of(score.replace(**own)))(own)

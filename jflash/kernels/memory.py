@@ -118,13 +118,11 @@ def score_at(score: Score, place: Place) -> Score:
     """The Score of the batch element that `place` names, for ranges.py, from one of refs."""
 
     def read(name, ref):
-        if name in ONE_FOR_EACH:
-            return ref[0 if place.batch is None else place.batch]
         if name == "visits" and place.batch is not None:
             return _OfBatch(ref, place.batch)
         return ref[0] if name == "sinks" else ref
 
-    return score.map_leaves(read)
+    return score.select(lambda ref: ref[0 if place.batch is None else place.batch]).map_leaves(read)
 
 
 def tile_of(score: Score, rows: Span, cols: Span, place: Place, across: bool = False) -> tuple[Score, Pairs]:

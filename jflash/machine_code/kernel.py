@@ -94,14 +94,18 @@ class Kernel:
         return find_loops(self.sass, self.target)
 
     @property
+    def busy(self) -> tuple[Loop, ...]:
+        """The innermost loops with work for the tensor cores; a masked twin of a loop is one of its own."""
+        loops = [loop for loop in self.loops if loop.cycles["tensor"]]
+        return tuple(loop for loop in loops if not any(loop.contains(other) for other in loops))
+
+    @property
     def hot(self) -> Loop | None:
         """The innermost loop with the most work for the tensor cores; the shortest, where a masked twin has as much.
 
         None where there is no such loop, and on B200, whose tensor-core instructions do not name the sizes of their tiles.
         """
-        busy = [loop for loop in self.loops if loop.cycles["tensor"]]
-        innermost = [loop for loop in busy if not any(loop.contains(other) for other in busy)]
-        return max(innermost, key=lambda loop: (loop.cycles["tensor"], -loop.cycles["issue"]), default=None)
+        return max(self.busy, key=lambda loop: (loop.cycles["tensor"], -loop.cycles["issue"]), default=None)
 
     @property
     def issue_per_tensor(self) -> float | None:

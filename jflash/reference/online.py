@@ -83,13 +83,13 @@ class Online:
 
             def one(q, k, v, do, q_across, do_across, lse2, delta, score, at):
                 visible = score.visible(at) if masked else None
-                (q, do), (k, v) = layout.hide(visible, at, (q, do), (k, v))
-                (q_across, do_across), _ = layout.hide(visible, at, (q_across.T, do_across.T), ())
+                queries = q, do, q_across.T, do_across.T
+                (q, do, q_down, do_down), (k, v) = layout.hide(visible, at, queries, (k, v))
                 qk, dp = arith.inner((q,), (k,)), arith.inner((do,), (v,))
                 p, ds = tile.backward(qk, dp, lse2[:, None], delta[:, None], score, at, visible, arith)
                 (dq,) = arith.combine(ds.qk, (k,))
-                dk = arith.dot(q_across.T, ds.qk.astype(q.dtype), (1, 0))
-                dv = arith.dot(do_across.T, p.astype(do.dtype), (1, 0))
+                dk = arith.dot(q_down.T, ds.qk.astype(q.dtype), (1, 0))
+                dv = arith.dot(do_down.T, p.astype(do.dtype), (1, 0))
                 return (dq, dk, dv), ds.bias, _scattered(score.lookups(qk, at), ds.values, score)
 
             rows = (x[i] for x in (do_tiles, q_across_tiles, do_across_tiles, lse2_tiles, delta_tiles))
