@@ -53,12 +53,12 @@ def _kernel(
     batch, kv_head = pl.program_id(2), pl.program_id(1)
     score, arith = memory.score_at(score_ref, Place(batch, kv_head)), launcher.arithmetic
     cols = Span(pl.program_id(0) * launcher.block_kv, launcher.block_kv)
-    there = memory.inside(cols, score.kv_len)
     seen = memory.seen_keys(score, Span(0, score.q_len), cols)
     k, v = Matrix(k_ref, head_dim).load(cols, seen), Matrix(v_ref, v_dim).load(cols, seen)
 
-    def visit(i, grads, head, masked):
+    def visit(t, grads, masked):
         dk, dv = grads
+        i, head = (t, None) if group == 1 else (lax.div(t, group), lax.rem(t, group))
         rows = Span(i * launcher.block_q, launcher.block_q)
         # Keys run down and queries across: p and dqk then enter their products from registers, as they are.
         place = Place(batch, kv_head * group + (0 if head is None else head), head=head)
@@ -72,13 +72,13 @@ def _kernel(
         p, operands = tile.backward(qk, dp, lse2[None, :], delta[None, :], tile_score, at, visible, arith)
         return numerics.add(dk, arith.combine(operands.qk, q)), numerics.add(dv, arith.combine(p, do))
 
-    def visit_head(head, grads):
-        for lo, hi, masked in ranges.q_tiles(score, cols, launcher.block_q).segments():
-            grads = lax.fori_loop(lo, hi, functools.partial(visit, head=head, masked=masked), grads)
-        return grads
-
     zeros = lambda width: tuple(jnp.zeros((cols.size, chunk), jnp.float32) for chunk in memory.chunks(width, q_ref.dtype))
     grads = (zeros(head_dim), zeros(v_dim))
-    dk, dv = visit_head(None, grads) if group == 1 else lax.fori_loop(0, group, visit_head, grads)
+    # One loop over q tiles and, within each, the heads of the group: a loop around another would hold more in registers.
+    for lo, hi, masked in ranges.q_tiles(score, cols, launcher.block_q).segments():
+        grads = lax.fori_loop(lo * group, hi * group, functools.partial(visit, masked=masked), grads)
+    dk, dv = grads
+    cols = launcher.again(cols)
+    there = memory.inside(cols, score.kv_len)
     Matrix(dk_ref, head_dim).store(cols, there, tuple(x * score.unit for x in dk))
     Matrix(dv_ref, v_dim).store(cols, there, dv)

@@ -69,4 +69,5 @@ def _kernel(
     dq = tuple(jnp.zeros((rows.size, chunk), jnp.float32) for chunk in memory.chunks(head_dim, q_ref.dtype))
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
         dq = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), dq)
-    Matrix(dq_ref, head_dim).store(rows, there, tuple(x * score.unit for x in dq))
+    rows = launcher.again(rows)
+    Matrix(dq_ref, head_dim).store(rows, memory.inside(rows, score.q_len), tuple(x * score.unit for x in dq))

@@ -45,8 +45,7 @@ def _kernel(q_ref, k_ref, v_ref, score_ref, o_ref, lse_ref, *, head_dim: int, v_
     score = memory.score_at(score_ref, place)
     # The last q tiles of a causal mask see the most keys: they start first, so that none is left over at the end.
     rows = Span((pl.num_programs(0) - 1 - pl.program_id(0)) * launcher.block_q, launcher.block_q)
-    there = memory.inside(rows, score.q_len)
-    q = Matrix(q_ref, head_dim).load(rows, there)
+    q = Matrix(q_ref, head_dim).load(rows, memory.inside(rows, score.q_len))
 
     def visit(j, state, masked):
         cols = Span(j * launcher.block_kv, launcher.block_kv)
@@ -60,5 +59,7 @@ def _kernel(q_ref, k_ref, v_ref, score_ref, o_ref, lse_ref, *, head_dim: int, v_
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
         state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)
     o, lse = tile.finish(state, score)
+    rows = launcher.again(rows)
+    there = memory.inside(rows, score.q_len)
     Matrix(o_ref, v_dim).store(rows, there, o)
     Vector(lse_ref).store(rows, there, lse)

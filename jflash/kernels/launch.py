@@ -10,8 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jflash.blocks import Launch
-from jflash.kernels.ptx import PtxArithmetic
+from jflash.kernels.ptx import PtxArithmetic, unknown
 from jflash.numerics import Arithmetic
+from jflash.ranges import Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,13 @@ class Launcher:
     def arithmetic(self) -> Arithmetic:
         """Inline assembly has no interpreter."""
         return Arithmetic(self.precision) if self.interpret else PtxArithmetic(self.precision)
+
+    def again(self, span: Span) -> Span:
+        """The same positions, for what is stored after a loop: its addresses are then computed there.
+
+        Otherwise the compiler keeps those of the loads before the loop, in registers that the loop spills others for.
+        """
+        return span if self.interpret else Span(unknown(span.start), span.size)
 
     def call(self, kernel, *, grid, in_specs, out_specs, out_shape, name: str):
         """pl.pallas_call of `kernel(*refs, launcher=self)`."""

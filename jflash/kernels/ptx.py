@@ -1,4 +1,4 @@
-"""The one piece of inline assembly: an exponential that costs two machine instructions."""
+"""The inline assembly: an exponential that costs two machine instructions, and a number that the compiler knows nothing of."""
 
 from __future__ import annotations
 
@@ -32,3 +32,15 @@ class PtxArithmetic(Arithmetic):
             result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
         )
         return y
+
+
+def unknown(x: Array) -> Array:
+    """x, an int32 scalar, which the compiler cannot know to be x: what is computed from it is computed again."""
+    (same,) = plgpu.elementwise_inline_asm(
+        "mov.b32 $0, $1;",
+        args=[jnp.full((1,), x, jnp.int32)],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
+    )
+    return jnp.sum(same)
