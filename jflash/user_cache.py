@@ -43,14 +43,20 @@ def entries(kind: str | None) -> tuple[Entry, ...]:
     return _read(path, changed)
 
 
-def keep(kind: str, measured: Iterable[Entry]) -> pathlib.Path:
-    """Adds entries to the table of a kind of GPU, in place of those for the same keys. Returns its path."""
+def required_path(kind: str) -> pathlib.Path:
+    """The table of a kind of GPU; raises where it can be in no place."""
     path = path_for(kind)
     if path is None:
         raise ModuleNotFoundError(
             f"jflash.tune() has no place to keep its result: set {VARIABLE}, or install platformdirs, "
             "which knows the user's cache directory (pip install 'jflash[tune]')"
         )
+    return path
+
+
+def keep(kind: str, measured: Iterable[Entry]) -> pathlib.Path:
+    """Adds entries to the table of a kind of GPU, in place of those for the same keys. Returns its path."""
+    path = required_path(kind)
     table = {entry.key: entry for entry in (*entries(kind), *measured)}
     launch_table.write(table.values(), path)
     _read.cache_clear()  # a clock may be too coarse to tell the new file from the old one
