@@ -74,14 +74,14 @@ def default(key: Key) -> Entry:
 
 
 def rule(key: Key) -> Launch:
-    """A launch that fits on every GPU: square tiles of 64, and of 32 where a row of k and v takes more than 512 bytes."""
+    """A launch that fits on every GPU: square tiles of 64, of 32 for float32 and for widths over 128."""
     width = max(key.head_dim, key.v_dim)
     if key.kernel == "delta":  # it multiplies no matrices: 4096 elements of o, in whole rows
         return Launch(block_q=4096 // max(32, 1 << (width - 1).bit_length()), block_kv=16, num_warps=4, num_stages=1)
     if key.kernel == "dscore":
         block = 64 if key.bits == 16 else 32
         return Launch(block_q=block, block_kv=block, num_warps=4 if width <= 64 else 8, num_stages=1)
-    block = 64 if width * key.bits <= 8 * 256 else 32
+    block = 64 if key.bits == 16 and width <= 128 else 32
     return Launch(block_q=block, block_kv=block, num_warps=4, num_stages=1)
 
 
