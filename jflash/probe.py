@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jflash import kernels, machine_code
 from jflash.kernels import Inputs, Launcher, Triton
@@ -33,12 +33,11 @@ class Bench:
     """The arrays that the kernels of one call of attention() and its gradient work on."""
 
     inputs: Inputs
-    precision: lax.PrecisionLike = None
+    engine: Triton
 
     @classmethod
-    def of(cls, q: Array, k: Array, v: Array, score: Score, precision: lax.PrecisionLike = None) -> Bench:
+    def of(cls, q: Array, k: Array, v: Array, score: Score, engine: Triton) -> Bench:
         """Runs the forward for what the backward needs of it. The cotangent of the output is random."""
-        engine = Triton(precision=precision)
         do = jax.random.normal(jax.random.key(0), (*q.shape[:-1], v.shape[-1]), q.dtype)
 
         @jax.jit
@@ -47,10 +46,10 @@ class Bench:
             lse2, delta = kernels.delta(o, do, lse, jnp.zeros_like(lse), engine.launcher("delta", q, v, score))
             return Inputs(q, k, v, do, lse2, delta, engine.prepared(score, q, k, v))
 
-        return cls(inputs(q, k, v, score, do), precision)
+        return cls(inputs(q, k, v, score, do), engine)
 
     def build(self, kernel: str, launch: Launch) -> Built:
-        launcher = Launcher(launch, self.precision)
+        launcher = Launcher(launch, self.engine.precision, self.engine.interpret)
         score = self.inputs.score if kernel == "forward" else self.inputs.score.replace(sinks=None)
         inputs = self.inputs._replace(score=kernels.with_visits(kernel, score, launcher))
         try:

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jflash import arguments, gpu, kernels, machine_code, progress, tuner, user_cache
 from jflash.arguments import Options, ScoreOptions
 from jflash.attention import _attend
-from jflash.blocks import DEFAULTS
+from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels import Triton
 from jflash.launch_table import Entry, Key
 from jflash.machine_code import Target
@@ -38,7 +38,8 @@ def launches(
     """How the GPU kernels of attention(q, k, v, **options) and its gradient would be launched, and why so.
 
     Nothing runs, and only shapes and dtypes matter: in place of arrays jax.ShapeDtypeStructs do, among the options too.
-    The GPU is this process's, or that of the mesh in use (jax.set_mesh).
+    The GPU is this process's, or that of the mesh in use (jax.set_mesh); without one, it is what fits every GPU.
+    `implementation` is not looked at: "xla" and "naive" launch no kernel.
 
     Returns:
       For each kernel ("forward", "delta", "dkv", "dq", and "dscore" for the gradients of bias and score_args) an Entry:
@@ -102,7 +103,7 @@ def tune(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, minutes: float = 5.0, **op
     user_cache.required_path(target.kind)
 
     problem = _Problem.of(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), options)
-    bench = Bench.of(*problem[:4], problem.engine.precision)
+    bench = Bench.of(*problem)
     names = [kernel for kernel in kernels.used(problem.score) if kernel != "delta"]
     measured = {}
     with progress.shown() as say:
@@ -142,6 +143,9 @@ class _Problem(NamedTuple):
         """Checks the arguments as attention() does."""
         if unknown := set(options) - set(Options.__annotations__) - set(ScoreOptions.__annotations__):
             raise TypeError(f"options must be those of attention() but return_lse, got {', '.join(sorted(unknown))}")
+        block_sizes = options.get("block_sizes")
+        if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
+            raise TypeError(f"block_sizes must be a jflash.BlockSizes or None, got {block_sizes!r}")
         of_score = {name: value for name, value in options.items() if name in ScoreOptions.__annotations__}
         arguments.arrays(q, k, v)
         batched = q.ndim == 4
@@ -152,7 +156,7 @@ class _Problem(NamedTuple):
         score = Score.of(q, k, batched=batched, **of_score)
         if 0 in (q.size, k.size, v.size):
             raise ValueError(f"there is no launch to choose where q, k or v is empty, got {q.shape}, {k.shape}, {v.shape}")
-        return cls(q, k, v, score, Triton(options.get("block_sizes") or DEFAULTS, options.get("precision")))
+        return cls(q, k, v, score, Triton(block_sizes or DEFAULTS, options.get("precision")))
 
     def key(self, kernel: str) -> Key:
         return kernels.key_of(kernel, self.q, self.v, self.score)

@@ -7,15 +7,17 @@ import logging
 import sys
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from checks import normal
 from jax.experimental.compilation_cache import compilation_cache
 
 import jflash
 from jflash import blocks, gpu, machine_code, probe, progress, tuner, tuning, user_cache
 from jflash.cases import SCORE_FNS
-from jflash.kernels import Inputs, Launcher
+from jflash.kernels import Inputs, Launcher, Triton
 from jflash.launch_table import Entry, Key, Launch
 from jflash.machine_code import GPUS
 from jflash.probe import Bench, Built, Refused
@@ -243,6 +245,8 @@ def test_what_tune_and_launches_do_not_take():
         jflash.tune(q, q, q, minutes=0)
     with pytest.raises(TypeError, match=r"outside of jax\.jit"):
         jax.jit(jflash.tune)(q, q, q)
+    with pytest.raises(TypeError, match=r"block_sizes must be a jflash\.BlockSizes or None, got 64"):
+        jflash.launches(q, q, q, block_sizes=64)
     with pytest.raises(TypeError, match="but return_lse, got casual"):
         jflash.launches(q, q, q, casual=True)
     with pytest.raises(ValueError, match=r"no launch to choose: .*head_dim of at most 256, got 300"):
@@ -271,6 +275,38 @@ def test_tune_needs_a_place_for_its_result_and_an_assembler(monkeypatch):
         machine_code.like(device)
 
 
+# ---------------------------------------------------------------------------------------------- the bench, interpreted
+
+
+def test_the_bench_runs_what_attention_runs(monkeypatch):
+    """Each kernel alone, in the interpreter: what the tuner times is the forward and the gradients of the call."""
+    results = []
+
+    def compile_here(fn, inputs):
+        found = [types.SimpleNamespace(name=name, spill_bytes=n) for name, n in (("jflash_kernel", 8), ("fusion", 99))]
+        return lambda inputs: results.append(jax.jit(fn)(inputs)), types.SimpleNamespace(kernels=found)
+
+    monkeypatch.setattr(machine_code, "compile_here", compile_here)
+    q, k, v = normal(2, 40, 4, 16), normal(2, 40, 2, 16, seed=1), normal(2, 40, 2, 8, seed=2)
+    arrays = {"bias": normal(4, 1, 40, seed=3), "score_args": (normal(4, seed=4),), "sinks": normal(4, seed=5)}
+    ids = jnp.repeat(jnp.arange(4), 10)[None].repeat(2, 0)
+    options = {"causal": True, "segment_ids": ids, "score_fn": SCORE_FNS["alibi"]}
+    bench = Bench.of(*tuning._Problem.of(q, k, v, {**options, **arrays})[:4], Triton(interpret=True))
+    for kernel in ("forward", "dkv", "dq", "dscore"):
+        built = bench.build(kernel, Launch(32, 16, 4, 1))
+        assert built.spill_bytes == 8
+        built.run(2)
+    assert len(results) == 8, "two runs of each"
+    (o, _), (dk, dv), dq, (dbias, dargs) = results[::2]
+
+    fn = lambda q, k, v, arrays: jflash.attention(q, k, v, **options, **arrays, implementation="naive")
+    expected_o, backward = jax.vjp(fn, q, k, v, arrays)
+    expected = backward(bench.inputs.do)
+    got = dq, dk, dv, {"bias": dbias[0], "score_args": dargs}
+    expected[3].pop("sinks")
+    chex.assert_trees_all_close((o, got), (expected_o, expected), atol=1e-4)
+
+
 # ------------------------------------------------------------------------------------------- the compiler, without a GPU
 
 
@@ -295,7 +331,7 @@ def no_gpu(monkeypatch):
 
 @needs_compiler
 def test_the_bench_tells_what_spills_and_what_does_not_fit(no_gpu):
-    bench = Bench(arguments(dataclasses.replace(KEY, options="general")))
+    bench = Bench(arguments(dataclasses.replace(KEY, options="general")), Triton())
     assert bench.build("dscore", Launch(32, 32, 4, 1)).spill_bytes == 0
     assert bench.build("forward", Launch(128, 128, 4, 1)).spill_bytes > 0
     with pytest.raises(Refused, match="Shared memory size limit exceeded"):
