@@ -5,5 +5,7 @@ from jflash.attention import attention as attention
 from jflash.blocks import BlockSizes as BlockSizes
 from jflash.dropout import dropout_mask as dropout_mask
 from jflash.score import Score as Score
+from jflash.tuning import launches as launches
+from jflash.tuning import tune as tune
 
 __version__ = "0.1.0"

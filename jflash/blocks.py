@@ -5,23 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.resources
-import json
+import logging
 
-import jax.numpy as jnp
+from jflash import gpu, launch_table, user_cache
+from jflash.launch_table import Entry, Key, Launch
 
-from jflash import gpu
-
-WIDTHS = (64, 128, 256)  # the classes of max(head_dim, v_dim) for which tuned/ has entries
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """How one kernel is launched."""
-
-    block_q: int
-    block_kv: int
-    num_warps: int
-    num_stages: int
+_logger = logging.getLogger("jflash")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,47 +38,55 @@ class BlockSizes:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"BlockSizes.{field.name} must be an int or None, got {value!r}")
-            least = 16 if field.name.startswith("block") else 1
-            if value < least or (not field.name.startswith("num_stages") and value & (value - 1)):
-                kind = "at least 1" if field.name.startswith("num_stages") else f"a power of two, at least {least}"
-                raise ValueError(f"BlockSizes.{field.name} must be {kind}, got {value}")
+            if value is not None:
+                launch_table.check(f"BlockSizes.{field.name}", value, "an int or None")
 
-    def launch(self, kernel: str, default: Launch) -> Launch:
-        """The Launch of "forward", "dkv", "dq" or "dscore": what was chosen here, `default` for the rest."""
-        suffix = {"forward": "", "dkv": "_dkv", "dq": "_dq", "dscore": "_dkv"}[kernel]
+    def over(self, entry: Entry) -> Entry:
+        """What was chosen here for the entry's kernel, and the rest from the entry."""
+        suffix = {"forward": "", "dkv": "_dkv", "dq": "_dq", "dscore": "_dkv", "delta": None}[entry.key.kernel]
+        if suffix is None:
+            return entry
         chosen = {f.name: getattr(self, f.name + suffix) for f in dataclasses.fields(Launch)}
-        return dataclasses.replace(default, **{name: value for name, value in chosen.items() if value is not None})
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        if not chosen:
+            return entry
+        return Entry(entry.key, dataclasses.replace(entry.launch, **chosen), origin="block_sizes")
 
 
 DEFAULTS = BlockSizes()
 
 
-def default(kernel: str, dtype, width: int, options_class: str = "plain") -> Launch:
-    """The Launch of a kernel for the GPU that is traced for, a head_dim or v_dim of `width`, and Score.options_class.
+def default(key: Key) -> Entry:
+    """What is known for a kernel on the GPU that is traced for: the first of these that there is.
 
-    The kernels are "forward", "dkv", "dq", "dscore" (which is dbias and dargs) and "delta".
+    1. What jflash.tune() measured on GPUs of this kind (user_cache.py), at the nearest lengths.
+    2. The shipped table of the GPU's family, tuned/<gpu.family>.json: the least widths that are large enough.
+    3. rule().
     """
-    itemsize = jnp.dtype(dtype).itemsize
-    if kernel == "delta":
+    kind = gpu.kind()
+    entry = (
+        launch_table.tuned_for(user_cache.entries(kind), key)
+        or launch_table.large_enough_for(shipped(gpu.family(kind)), key)
+        or Entry(key, rule(key), origin="rule")
+    )
+    _logger.debug("traced for %s: %s", kind or "no GPU", entry)
+    return entry
+
+
+def rule(key: Key) -> Launch:
+    """A launch that fits on every GPU: square tiles of 64, of 32 for float32 and for widths over 128."""
+    width = max(key.head_dim, key.v_dim)
+    if key.kernel == "delta":  # it multiplies no matrices: 4096 elements of o, in whole rows
         return Launch(block_q=4096 // max(32, 1 << (width - 1).bit_length()), block_kv=16, num_warps=4, num_stages=1)
-    if kernel == "dscore":
-        block = 64 if itemsize == 2 else 32
+    if key.kernel == "dscore":
+        block = 64 if key.bits == 16 else 32
         return Launch(block_q=block, block_kv=block, num_warps=4 if width <= 64 else 8, num_stages=1)
-    least_that_fits = min(w for w in WIDTHS if w >= width)
-    table = _table(gpu.family(gpu.kind()))
-    entry = kernel, itemsize, least_that_fits
-    return table.get((*entry, options_class)) or table[*entry, "plain"]
+    block = 64 if key.bits == 16 and width <= 128 else 32
+    return Launch(block_q=block, block_kv=block, num_warps=4, num_stages=1)
 
 
 @functools.cache
-def _table(family: str) -> dict[tuple[str, int, int, str], Launch]:
-    """The launches of tuned/<family>.json by kernel, bytes an element, width and options class."""
-    text = (importlib.resources.files("jflash") / "tuned" / f"{family}.json").read_text()
-    return {
-        (entry.pop("kernel"), entry.pop("itemsize"), entry.pop("width"), entry.pop("options", "plain")): Launch(**entry)
-        for entry in json.loads(text)["launches"]
-    }
+def shipped(family: str) -> tuple[Entry, ...]:
+    """The entries of tuned/<family>.json."""
+    name = f"tuned/{family}.json"
+    return launch_table.read((importlib.resources.files("jflash") / name).read_text(), f"jflash/{name}")

@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jflash
 from jflash import __main__ as self_check
-from jflash import accuracy, attention, blocks, gpu
+from jflash import accuracy, attention, gpu
 from jflash.cases import Case
-from jflash.machine_code import GPUS
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -42,7 +40,7 @@ def test_importing_jflash_needs_only_jax_and_numpy():
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"flax", "optax", "chex", "hypothesis", "jaxtyping", "beartype", "rich", "matplotlib"}:
+        if name.split(".")[0] in set("flax optax chex hypothesis jaxtyping beartype rich matplotlib platformdirs".split()):
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import jflash, jflash.reference, jflash.accuracy, jflash.machine_code
@@ -101,16 +99,6 @@ class Program:
 )
 def test_families(kind, family):
     assert gpu.family(kind) == family
-
-
-def test_each_family_has_tile_sizes_for_everything():
-    for family in {gpu.family(target.kind) for target in GPUS.values()}:
-        table = blocks._table(family)
-        everything = {(k, b, w) for k in ("forward", "dkv", "dq") for b in (2, 4) for w in blocks.WIDTHS}
-        assert {entry[:3] for entry in table if entry[3] == "plain"} == everything
-        assert {entry[3] for entry in table} <= {"plain", "general"}
-        for launch in table.values():  # what a caller may choose holds for what jflash chooses
-            jflash.BlockSizes(**dataclasses.asdict(launch))
 
 
 def test_a_gpu_that_is_too_old_says_so_once(monkeypatch, caplog):

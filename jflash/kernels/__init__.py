@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jflash import blocks, ranges, tile
+from jflash import blocks, launch_table, ranges, tile
 from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels.delta import delta
 from jflash.kernels.dkv import dkv
@@ -15,6 +15,7 @@ from jflash.kernels.dq import dq
 from jflash.kernels.dscore import Inputs, dargs, dbias
 from jflash.kernels.forward import forward
 from jflash.kernels.launch import Launcher
+from jflash.launch_table import Entry, Key
 from jflash.score import Score
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -40,40 +41,41 @@ class Triton:
     interpret: bool = False
 
     def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
-        launcher = self._launcher("forward", q, v, score)
-        score = ranges.with_kv_visits(self._prepared(score, q, k, v), launcher.block_q, launcher.block_kv)
-        return forward(q, k, v, score, launcher)
+        launcher = self.launcher("forward", q, v, score)
+        return forward(q, k, v, with_visits("forward", self.prepared(score, q, k, v), launcher), launcher)
 
     def backward(
         self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array
     ) -> tuple[Array, Array, Array, Score]:
-        lse2, row_delta = delta(o, do, lse, dlse, self._launcher("delta", q, v, score))
+        lse2, row_delta = delta(o, do, lse, dlse, self.launcher("delta", q, v, score))
         arrays = q, k, v, do, lse2, row_delta
         dscore = score.only()
         if score.sinks is not None:
             dscore = dscore.replace(sinks=tile.sinks_cotangent(score.sinks, lse, row_delta))
-        score = self._prepared(score.replace(sinks=None), q, k, v)
+        score = self.prepared(score.replace(sinks=None), q, k, v)
 
-        launcher = self._launcher("dkv", q, v, score)
-        dk, dv = dkv(*arrays, ranges.with_q_visits(score, launcher.block_q, launcher.block_kv), launcher)
-        launcher = self._launcher("dq", q, v, score)
-        dq_ = dq(*arrays, ranges.with_kv_visits(score, launcher.block_q, launcher.block_kv), launcher)
+        launcher = self.launcher("dkv", q, v, score)
+        dk, dv = dkv(*arrays, with_visits("dkv", score, launcher), launcher)
+        launcher = self.launcher("dq", q, v, score)
+        dq_ = dq(*arrays, with_visits("dq", score, launcher), launcher)
 
-        launcher = self._launcher("dscore", q, v, score)
-        inputs = Inputs(*arrays, ranges.with_kv_visits(score, launcher.block_q, launcher.block_kv))
-        if score.bias is not None:
-            dscore = dscore.replace(bias=dbias(inputs, launcher))
-        if any(score.differentiable_args):
-            dscore = dscore.replace(args=dargs(inputs, launcher))
+        if "dscore" in used(score):
+            launcher = self.launcher("dscore", q, v, score)
+            inputs = Inputs(*arrays, with_visits("dscore", score, launcher))
+            if score.bias is not None:
+                dscore = dscore.replace(bias=dbias(inputs, launcher))
+            if any(score.differentiable_args):
+                dscore = dscore.replace(args=dargs(inputs, launcher))
         return dq_, dk, dv, dscore
 
-    def _launcher(self, kernel: str, q: Array, v: Array, score: Score) -> Launcher:
-        launch = blocks.default(kernel, q.dtype, max(q.shape[-1], v.shape[-1]), score.options_class)
-        if kernel != "delta":
-            launch = self.blocks.launch(kernel, launch)
-        return Launcher(launch, self.precision, self.interpret)
+    def launcher(self, kernel: str, q: Array, v: Array, score: Score) -> Launcher:
+        return Launcher(self.entry(kernel, q, v, score).launch, self.precision, self.interpret)
 
-    def _prepared(self, score: Score, q: Array, k: Array, v: Array) -> Score:
+    def entry(self, kernel: str, q: Array, v: Array, score: Score) -> Entry:
+        """How a kernel is launched, and why so."""
+        return self.blocks.over(blocks.default(key_of(kernel, q, v, score)))
+
+    def prepared(self, score: Score, q: Array, k: Array, v: Array) -> Score:
         """`score` with what the kernels need besides: what is reached, and a mask that Pallas reads right.
 
         Pallas computes offsets in 32 bits up to 2**32 bytes, which is not enough for bytes from 2**31 on: two for each
@@ -85,3 +87,21 @@ class Triton:
         if 2**31 <= score.mask.size <= 2**32:
             return score.replace(mask=score.mask.astype(jnp.int16))
         return score.replace(mask=score.mask.astype(jnp.int8)) if self.interpret else score
+
+
+def key_of(kernel: str, q: Array, v: Array, score: Score) -> Key:
+    """What the launch of a kernel is chosen for."""
+    lengths = map(launch_table.length_class, (score.q_len, score.kv_len))
+    return Key(kernel, 8 * q.dtype.itemsize, q.shape[-1], v.shape[-1], score.options_class, *lengths)
+
+
+def used(score: Score) -> tuple[str, ...]:
+    """The kernels that attention and its gradient launch for a score."""
+    of_arrays = score.bias is not None or any(score.differentiable_args)
+    return tuple(kernel for kernel in launch_table.KERNELS if kernel != "dscore" or of_arrays)
+
+
+def with_visits(kernel: str, score: Score, launcher: Launcher) -> Score:
+    """`score` with what its segments leave of the tiles that a kernel visits."""
+    visits = ranges.with_q_visits if kernel == "dkv" else ranges.with_kv_visits
+    return visits(score, launcher.block_q, launcher.block_kv)

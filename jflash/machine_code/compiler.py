@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -10,14 +11,15 @@ import pathlib
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jflash.machine_code.gpus import GPUS
+from jflash.machine_code.gpus import GPUS, Target, like
 from jflash.machine_code.kernel import Kernel
 
 WHEELS = {
@@ -47,21 +49,47 @@ class Program:
 
 def compile_for(fn: Callable, *avals, gpu: str, mesh: Mesh | None = None) -> Program:
     """Compiles jax.jit(fn) for a GPU. The arguments are those of lower_for()."""
-    lowered = lower_for(fn, *avals, gpu=gpu, mesh=mesh)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # JAX's persistent cache cannot read back what was compiled for a device that is not there: it warns and compiles.
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache", UserWarning)
+    return _compile(lower_for(fn, *avals, gpu=gpu, mesh=mesh), GPUS[gpu])[1]
+
+
+def compile_here(fn: Callable, *arguments) -> tuple[jax.stages.Compiled, Program]:
+    """Compiles jax.jit(fn) for the GPU that this process runs on: (what can be called, what the compiler made of it)."""
+    target = like(jax.devices()[0])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return _compile(jax.jit(fn).lower(*arguments), target)
+
+
+def _compile(lowered: jax.stages.Lowered, target: Target) -> tuple[jax.stages.Compiled, Program]:
+    """Compiles a lowered program, and reads what XLA says of it meanwhile."""
+    with tempfile.TemporaryDirectory() as folder, _no_persistent_cache():
         # Options of this one compilation, unlike XLA_FLAGS: nothing to set before JAX starts, and nothing that processes
         # running side by side would share.
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
         read = lambda pattern: [path.read_text() for path in sorted(pathlib.Path(folder).glob(pattern))]
         modules, launches = read("*.ptx"), _launches("".join(read("*.thunk_sequence.txt")))
     module_of = {name: module for module in modules for name in re.findall(r"\.entry (\w+)", module)}
-    kernels = (Kernel(name, GPUS[gpu], *launch, module_of[name]) for name, launch in launches.items() if name in module_of)
+    kernels = (Kernel(name, target, *launch, module_of[name]) for name, launch in launches.items() if name in module_of)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert text is not None
-    return Program(tuple(kernels), memory.temp_size_in_bytes, text)
+    return compiled, Program(tuple(kernels), memory.temp_size_in_bytes, text)
+
+
+@contextlib.contextmanager
+def _no_persistent_cache() -> Iterator[None]:
+    """A program out of JAX's persistent cache comes without its PTX, and one for another device cannot be read back."""
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None:
+        yield
+        return
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
 
 
 def lower_for(fn: Callable, *avals, gpu: str, mesh: Mesh | None = None) -> jax.stages.Lowered:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 KIB, MIB, GIGA = 2**10, 2**20, 10**9
 REGISTERS = 2**16  # of a multiprocessor, 32 bits each
@@ -157,3 +158,19 @@ GPUS = {
     "b200": B200,
     "rtxpro6000": RTXPRO6000,
 }
+
+
+def like(device: Any) -> Target:
+    """The GPU that a jax.Device is, or else the most similar one, by compute capability, under the device's own name.
+
+    Its architecture is right then; its size, clock and memory need not be.
+    """
+    for target in GPUS.values():
+        if target.kind == device.device_kind:
+            return target
+    try:
+        major, minor = map(int, str(getattr(device, "compute_capability", None)).split("."))
+    except ValueError:
+        raise RuntimeError(f"an NVIDIA GPU is needed, got {device.device_kind} ({device.platform})") from None
+    distance = lambda target: (abs(target.capability[0] - major), abs(target.capability[1] - minor))
+    return dataclasses.replace(min(GPUS.values(), key=distance), kind=device.device_kind, capability=(major, minor))
