@@ -17,6 +17,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jflash.machine_code.embedded import embedded_kernels
 from jflash.machine_code.gpus import GPUS
 from jflash.machine_code.kernel import Kernel
 
@@ -33,7 +34,7 @@ WHEELS = {
 class Program:
     """What XLA made of a JAX function for one GPU."""
 
-    kernels: tuple[Kernel, ...]  # in the order of their first launch
+    kernels: tuple[Kernel, ...]  # in the order of their first launch; then those that jax-triton brought along
     temp_bytes: int  # device memory beyond arguments and results
     text: str = dataclasses.field(repr=False)  # optimized HLO: collectives, copies and layouts show here
 
@@ -61,7 +62,7 @@ def compile_for(fn: Callable, *avals, gpu: str, mesh: Mesh | None = None) -> Pro
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert text is not None
-    return Program(tuple(kernels), memory.temp_size_in_bytes, text)
+    return Program((*kernels, *embedded_kernels(lowered, GPUS[gpu])), memory.temp_size_in_bytes, text)
 
 
 def lower_for(fn: Callable, *avals, gpu: str, mesh: Mesh | None = None) -> jax.stages.Lowered:
