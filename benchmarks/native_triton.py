@@ -15,11 +15,13 @@ import importlib.metadata
 import importlib.util
 import math
 import types
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jflash import gpu
 from jflash.blocks import Launch
 
 
@@ -33,7 +35,7 @@ def unavailable() -> str | None:
     return None
 
 
-if unavailable() is None:
+if TYPE_CHECKING or unavailable() is None:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
     from jax_triton import triton_call  # pyright: ignore[reportMissingImports]
@@ -126,7 +128,7 @@ def dkv_kernel(
 
     dk_tile = tl.full([BLOCK_KV, HEAD_DIM], 0.0, tl.float32)
     dv_tile = tl.full([BLOCK_KV, HEAD_DIM], 0.0, tl.float32)
-    for DIAGONAL in tl.static_range(2 if CAUSAL else 1):  # the queries that see all these keys, then those that see some
+    for DIAGONAL in tl.static_range(1 if CAUSAL else 0, -1, -1):  # the queries that see some of these keys, then all others
         lo = first if DIAGONAL else first + BLOCK_KV if CAUSAL else 0
         hi = first + BLOCK_KV if DIAGONAL else LENGTH
         for start in range(lo, hi, BLOCK_Q):
@@ -182,17 +184,36 @@ def dq_kernel(
 
 DTYPES = (jnp.float16, jnp.bfloat16)
 LARGEST_BLOCK = 128
-LAUNCHES = {  # by kernel and head_dim
+HOPPER = {  # by kernel and head_dim
     ("forward", 64): Launch(128, 128, num_warps=4, num_stages=2),
     ("forward", 128): Launch(128, 128, num_warps=8, num_stages=2),
     ("forward", 256): Launch(128, 64, num_warps=8, num_stages=2),
     ("dkv", 64): Launch(64, 64, num_warps=4, num_stages=2),
-    ("dkv", 128): Launch(64, 128, num_warps=8, num_stages=2),
-    ("dkv", 256): Launch(64, 64, num_warps=8, num_stages=1),
-    ("dq", 64): Launch(128, 64, num_warps=8, num_stages=2),
+    ("dkv", 128): Launch(64, 64, num_warps=4, num_stages=1),
+    ("dkv", 256): Launch(32, 32, num_warps=4, num_stages=1),
+    ("dq", 64): Launch(128, 64, num_warps=4, num_stages=2),
     ("dq", 128): Launch(128, 64, num_warps=8, num_stages=2),
     ("dq", 256): Launch(64, 64, num_warps=4, num_stages=2),
 }
+AMPERE = {
+    ("forward", 64): Launch(128, 64, num_warps=4, num_stages=3),
+    ("forward", 128): Launch(128, 64, num_warps=8, num_stages=2),
+    ("forward", 256): Launch(64, 64, num_warps=8, num_stages=2),
+    ("dkv", 64): Launch(64, 64, num_warps=4, num_stages=2),
+    ("dkv", 128): Launch(32, 64, num_warps=4, num_stages=2),
+    ("dkv", 256): Launch(32, 32, num_warps=4, num_stages=2),
+    ("dq", 64): Launch(64, 64, num_warps=4, num_stages=2),
+    ("dq", 128): Launch(64, 64, num_warps=4, num_stages=2),
+    ("dq", 256): Launch(64, 32, num_warps=4, num_stages=2),
+}
+LAUNCHES = {"hopper": HOPPER, "blackwell": HOPPER}  # by family; AMPERE for all others
+
+
+def _launch(kernel: str, head_dim: int) -> Launch:
+    """How a kernel is launched on the GPU that is traced for."""
+    return LAUNCHES.get(gpu.family(gpu.kind()), AMPERE)[kernel, head_dim]
+
+
 # PTX 9.0 is what the first assembler of CUDA 13 reads; Triton would write the version of its own, which XLA's may not know.
 COMPILER = {"enable_fp_fusion": True, "ptx_version": 90}
 
@@ -221,7 +242,7 @@ def _forward(q, k, v, causal):
         raise RuntimeError(f"attention in Triton itself cannot be called here: {reason}")
     _check(q, k, v)
     batch, length, heads, head_dim = q.shape
-    launch = LAUNCHES["forward", head_dim]
+    launch = _launch("forward", head_dim)
     results = _like(q), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     o, lse2 = _call(forward_kernel, (q, k, v), results, launch, launch.block_q, **_tiling(launch, causal))
     return o, (q, k, v, o, lse2)
@@ -229,7 +250,7 @@ def _forward(q, k, v, causal):
 
 def _backward(causal, residuals, do):
     q, k, v, o, lse2 = residuals
-    dkv, dq = (LAUNCHES[kernel, q.shape[-1]] for kernel in ("dkv", "dq"))
+    dkv, dq = _launch("dkv", q.shape[-1]), _launch("dq", q.shape[-1])
     delta = _call(delta_kernel, (o, do), _like(lse2), dq, dq.block_q, BLOCK_Q=dq.block_q)
     operands = q, k, v, do, lse2, delta
     dk, dv = _call(dkv_kernel, operands, (_like(k), _like(v)), dkv, dkv.block_kv, **_tiling(dkv, causal))
@@ -247,7 +268,7 @@ def _check(q: Array, k: Array, v: Array) -> None:
     for name, x in (("k", k), ("v", v)):
         if (x.shape, x.dtype) != (q.shape, q.dtype):
             raise ValueError(f"{name} must have the shape and dtype of q, {q.shape} {q.dtype}, got {x.shape} {x.dtype}")
-    widths = sorted({head_dim for _, head_dim in LAUNCHES})
+    widths = sorted({head_dim for _, head_dim in HOPPER})
     if q.shape[3] not in widths:
         raise ValueError(f"head_dim must be one of {widths}, got {q.shape[3]}")
     if q.shape[1] % LARGEST_BLOCK:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import types
 
 import jax
@@ -17,17 +18,16 @@ from jflash.cases import Case
 from jflash.machine_code import GPUS, embedded
 
 MISSING = machine_code.missing_wheels()
-REASON = native_triton.unavailable()
+UNAVAILABLE = native_triton.unavailable()
 KERNELS = ("forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel")
-needs_triton = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+needs_triton = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-
 
 # ------------------------------------------------------------------------------------------------------------- values
 
 
 class Memory:
-    """A numpy array, with what Triton's interpreter asks of a tensor: memory that the host can reach as it is."""
+    """A numpy array as Triton's interpreter takes a tensor: where it lies, and what it asks before it copies nothing."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype.name
@@ -38,49 +38,130 @@ class Memory:
     def itself(self, *_, **__) -> Memory:
         return self
 
-    untyped_storage = cpu = new_empty = set_ = copy_ = itself
-    storage_offset = size = stride = itself  # passed on to set_
+    untyped_storage = cpu = new_empty = set_ = copy_ = storage_offset = size = stride = itself
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """native_triton with its kernels interpreted, and called back from JAX."""
+    """The kernels are interpreted, each called back from JAX; what they do not write is NaN."""
     from triton.runtime.interpreter import InterpretedFunction
 
     def triton_call(*arrays, kernel, out_type, grid, num_warps, num_stages, backend_options, **constants):
         def run(*arrays):
             results = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), out_type)
-            memory = [Memory(np.asarray(x)) for x in (*arrays, *jax.tree.leaves(results))]
-            kernel[grid](*memory, **constants)
+            kernel[grid](*(Memory(np.asarray(x)) for x in (*arrays, *jax.tree.leaves(results))), **constants)
             return results
 
         return jax.pure_callback(run, out_type, *arrays)
 
-    from triton.runtime.interpreter import InterpreterBuilder
-    dot = InterpreterBuilder.create_dot
-    wide = lambda builder, x: builder.cast_impl(x, native_triton.tl.float32)
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, wide(self, a), wide(self, b), *rest))
-    written_in_triton = {native_triton: ("tile", "vector", *KERNELS), native_triton.tl: ("max", "sum")}
-    for module, names in written_in_triton.items():
+    monkeypatch.setattr(native_triton, "triton_call", triton_call)
+    for module, names in {native_triton: ("tile", "vector", *KERNELS), native_triton.tl: ("max", "sum")}.items():
         for name in names:
             monkeypatch.setattr(module, name, InterpretedFunction(getattr(module, name).fn))
-    monkeypatch.setattr(native_triton, "triton_call", triton_call)
-    return native_triton
 
 
-def outputs(q, k, v, do, causal) -> Outputs:
-    o, residuals = native_triton._forward(q, k, v, causal)
-    return Outputs(o, residuals[-1] / np.log2(np.e), *native_triton._backward(causal, residuals, do))
+SMALL_TILES = {
+    ("forward", 64): Launch(64, 32, num_warps=4, num_stages=1),
+    ("dkv", 64): Launch(32, 64, num_warps=4, num_stages=1),
+    ("dq", 64): Launch(64, 32, num_warps=4, num_stages=1),
+}
 
 
 @needs_triton
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16")])
-def test_values_and_gradients(interpreted, monkeypatch, head_dim, dtype, causal):
-    case = Case(128, 128, head_dim=head_dim, dtype=dtype, causal=causal)
-    arrays = *case.arrays()[:4], np.zeros((2, 2, 128))  # lse has no cotangent
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("head_dim", "length", "heads", "tiles"),
+    [(64, 128, 2, SMALL_TILES), (64, 256, 1, native_triton.HOPPER), (128, 128, 1, native_triton.HOPPER), (256, 128, 1, None)],
+    ids=["small", "hopper", "hopper", "ampere"],
+)
+def test_values_and_gradients(monkeypatch, head_dim, length, heads, tiles, causal):
+    """In float16: the interpreter holds bfloat16 as integers, truncates to it, and multiplies the integers."""
+    monkeypatch.setattr(native_triton, "_launch", lambda kernel, head_dim: (tiles or native_triton.AMPERE)[kernel, head_dim])
+    case = Case(length, length, head_dim, heads=heads, kv_heads=heads, batch=heads, dtype="float16", causal=causal)
+    arrays = *case.arrays()[:4], np.zeros((heads, heads, length))  # attention() gives no lse, so that it has no cotangent
+    q, k, v, do = (jnp.asarray(x, case.dtype) for x in arrays[:4])
+    o, pull = jax.vjp(lambda q, k, v: native_triton.attention(q, k, v, causal=causal), q, k, v)
+    _, (*_, lse2) = native_triton._forward(q, k, v, causal)
+    got = Outputs(o, lse2 / np.log2(np.e), *pull(do))
     naive, exact = accuracy.run(case, arrays, implementation="naive"), accuracy.exact(case, arrays)
-    got = outputs(*(jnp.asarray(x, dtype) for x in arrays[:4]), causal)
     for verdict in accuracy.verdicts(case, arrays, got, naive, exact):
-        print(verdict)
         assert verdict.agrees, verdict
+
+
+# ------------------------------------------------------------------------------------------------------- machine code
+
+
+@needs_triton
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_compiles_and_fits_and_does_not_spill(gpu, head_dim, causal):
+    def forward_backward(q, k, v, do):
+        return jax.vjp(lambda q, k, v: native_triton.attention(q, k, v, causal=causal), q, k, v)[1](do)
+
+    x = jax.ShapeDtypeStruct((2, 4096, 8, head_dim), jnp.bfloat16 if causal else jnp.float16)
+    program = machine_code.compile_for(forward_backward, x, x, x, x, gpu=gpu)
+    for kernel in map(program.__getitem__, KERNELS):
+        assert kernel.shared_bytes <= kernel.target.shared_per_block
+        assert not any({"LDL", "STL"} & loop.opcodes.keys() for loop in kernel.busy), "a loop that spills"
+        assert kernel.spill_bytes <= 8  # dK/dV at head_dim 256 on A100; all others 0
+        assert kernel.grid[1:] == (8, 2)
+        if kernel.name == "delta_kernel":
+            continue
+        assert kernel.tensor_cores == {"a100": "HMMA", "h100": "HGMMA"}[gpu]
+        assert kernel.busy
+
+
+def test_what_an_embedded_kernel_tells():
+    """By a call as jax-triton writes it, with a number of two bytes and fields that are not read."""
+    field = lambda number, value: bytes([8 * number + embedded.BYTES, len(value)]) + value
+    kernel = field(1, b"k") + bytes([8 * 2, 8]) + bytes([8 * 3, 0x80, 0x60]) + field(4, b".entry k()") + field(5, b"ttir")
+    call = field(1, field(1, kernel) + bytes([8 * 2, 32, 8 * 3, 4, 8 * 4, 2]) + field(5, b"one") + field(5, b"two"))
+    read = embedded._kernel(call + field(4, b"name"), GPUS["h100"])
+    assert read == machine_code.Kernel("k", GPUS["h100"], (32, 4, 2), 256, 0x60 << 7, ".entry k()")
+    with pytest.raises(ValueError, match=r"triton\.autotune"):
+        embedded._kernel(field(2, b"choices"), GPUS["h100"])
+    with pytest.raises(ValueError, match="a way, 5, that"):
+        embedded._kernel(bytes([8 * 1 + 5, 0, 0, 0, 0]), GPUS["h100"])
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def zeros(*shape, dtype=jnp.float16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("q", "k", "error", "message"),
+    [
+        (zeros(1, 128, 2, 64, dtype=jnp.float32), None, TypeError, "q must be float16 or bfloat16, got float32"),
+        (zeros(128, 2, 64), None, ValueError, r"q must be \[batch, length, heads, head_dim\], got shape \(128, 2, 64\)"),
+        (zeros(1, 128, 2, 64), zeros(1, 256, 2, 64), ValueError, r"k must have the shape .* got \(1, 256, 2, 64\) float16"),
+        (zeros(1, 128, 2, 64), zeros(1, 128, 2, 64, dtype=jnp.bfloat16), ValueError, "k must have .* bfloat16"),
+        (zeros(1, 128, 2, 96), None, ValueError, r"head_dim must be one of \[64, 128, 256\], got 96"),
+        (zeros(1, 192, 2, 64), None, ValueError, "length must be a multiple of 128, got 192"),
+        (zeros(1, 2**20, 32, 64), None, ValueError, r"less than 2\*\*31 entries, got 2147483648"),
+    ],
+)
+def test_wrong_arguments(q, k, error, message):
+    with pytest.raises(error, match=message):
+        jax.eval_shape(native_triton.attention, q, q if k is None else k, q)
+
+
+def test_unavailable_says_why(monkeypatch):
+    spec = lambda name: None if name == "triton" else types.SimpleNamespace()
+    monkeypatch.setattr(importlib.util, "find_spec", spec)
+    assert "not installed: triton (extra" in str(native_triton.unavailable())
+    x = jnp.zeros((1, 128, 1, 64), jnp.float16)
+    with pytest.raises(RuntimeError, match="cannot be called here: not installed: triton"):
+        native_triton.attention(x, x, x)
+
+
+@needs_triton
+def test_another_jax_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert "needs JAX 0.11, this is JAX" in str(native_triton.unavailable())
