@@ -1,9 +1,9 @@
 """Attention in Triton itself, called from JAX by jax-triton: a peer that shows what jflash's way through Pallas costs.
 
-FlashAttention-2 in four kernels, forward, delta, dK/dV and dQ, as plain as they can be; Triton's own compiler makes the
-machine code. `python -m benchmarks.machine_code` puts it beside jflash's. Nothing but this has been run on a device: values
-and gradients are checked against float64 in Triton's interpreter, by tests/test_native_triton.py, and on a device by
-`python -m benchmarks.attention`, which reports no path that disagrees with float64.
+FlashAttention-2 in four kernels, forward, delta, dK/dV and dQ, as plain as they can be, and compiled by Triton itself.
+`python -m benchmarks.machine_code` puts their machine code beside that of jflash. They have been compiled for A100 and H100
+and not been run on a GPU yet: values and gradients are checked against float64 in Triton's interpreter, in float16, by
+tests/test_native_triton.py, and on a GPU by `python -m benchmarks.attention`, which reports no path that disagrees.
 
 Source: Dao 2023, algorithms 1 and 2.
 """
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jflash import gpu
+from jflash import arguments, gpu, numerics
 from jflash.blocks import Launch
 
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING or unavailable() is None:
 else:  # the kernels are there to be read
     triton = tl = types.SimpleNamespace(jit=lambda kernel: kernel, constexpr=lambda value: value)
 
-LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = exp2(x * LOG2E): the hardware has exp2 only
+LOG2E = tl.constexpr(numerics.LOG2E)
 
 
 # ---------------------------------------------------------------------------------------------------------- the kernels
@@ -206,16 +206,10 @@ AMPERE = {
     ("dq", 128): Launch(64, 64, num_warps=4, num_stages=2),
     ("dq", 256): Launch(64, 32, num_warps=4, num_stages=2),
 }
-LAUNCHES = {"hopper": HOPPER, "blackwell": HOPPER}  # by family; AMPERE for all others
-
-
-def _launch(kernel: str, head_dim: int) -> Launch:
-    """How a kernel is launched on the GPU that is traced for."""
-    return LAUNCHES.get(gpu.family(gpu.kind()), AMPERE)[kernel, head_dim]
-
-
-# PTX 9.0 is what the first assembler of CUDA 13 reads; Triton would write the version of its own, which XLA's may not know.
-COMPILER = {"enable_fp_fusion": True, "ptx_version": 90}
+COMPILER = {
+    "enable_fp_fusion": True,  # multiply and add in one instruction; Triton 3.10 will not do so unasked
+    "ptx_version": 90,  # that of CUDA 13.0: XLA's assembler may be older than Triton's, and refuse a later one
+}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -232,7 +226,7 @@ def attention(q: Array, k: Array, v: Array, causal: bool = False) -> Array:
 
     Raises:
       RuntimeError: where unavailable() says why.
-      TypeError, ValueError: for a dtype or a shape that is none of these.
+      TypeError, ValueError: for arguments that are none of these.
     """
     return _forward(q, k, v, causal)[0]
 
@@ -240,21 +234,21 @@ def attention(q: Array, k: Array, v: Array, causal: bool = False) -> Array:
 def _forward(q, k, v, causal):
     if reason := unavailable():
         raise RuntimeError(f"attention in Triton itself cannot be called here: {reason}")
+    causal = arguments.causal(causal)
     _check(q, k, v)
     batch, length, heads, head_dim = q.shape
-    launch = _launch("forward", head_dim)
-    results = _like(q), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    o, lse2 = _call(forward_kernel, (q, k, v), results, launch, launch.block_q, **_tiling(launch, causal))
+    launch, lse2 = _launch("forward", head_dim), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    o, lse2 = _call(forward_kernel, (q, k, v), (q, lse2), launch, launch.block_q, **_tiling(launch, causal))
     return o, (q, k, v, o, lse2)
 
 
 def _backward(causal, residuals, do):
     q, k, v, o, lse2 = residuals
     dkv, dq = _launch("dkv", q.shape[-1]), _launch("dq", q.shape[-1])
-    delta = _call(delta_kernel, (o, do), _like(lse2), dq, dq.block_q, BLOCK_Q=dq.block_q)
+    delta = _call(delta_kernel, (o, do), lse2, dq, dq.block_q, BLOCK_Q=dq.block_q)
     operands = q, k, v, do, lse2, delta
-    dk, dv = _call(dkv_kernel, operands, (_like(k), _like(v)), dkv, dkv.block_kv, **_tiling(dkv, causal))
-    return _call(dq_kernel, operands, _like(q), dq, dq.block_q, **_tiling(dq, causal)), dk, dv
+    dk, dv = _call(dkv_kernel, operands, (k, v), dkv, dkv.block_kv, **_tiling(dkv, causal))
+    return _call(dq_kernel, operands, q, dq, dq.block_q, **_tiling(dq, causal)), dk, dv
 
 
 attention.defvjp(_forward, _backward)
@@ -273,25 +267,28 @@ def _check(q: Array, k: Array, v: Array) -> None:
         raise ValueError(f"head_dim must be one of {widths}, got {q.shape[3]}")
     if q.shape[1] % LARGEST_BLOCK:
         raise ValueError(f"length must be a multiple of {LARGEST_BLOCK}, got {q.shape[1]}")
+    if 0 in q.shape:
+        raise ValueError(f"q must not be empty, got shape {q.shape}")
     if math.prod(q.shape[1:]) >= 2**31:  # offsets within a batch element are 32 bits wide
         raise ValueError(f"a batch element of q must have less than 2**31 entries, got {math.prod(q.shape[1:])}")
 
 
-def _like(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _launch(kernel: str, head_dim: int) -> Launch:
+    """How a kernel is launched on the GPU that is traced for: as on an H100, or as on an A100."""
+    return (HOPPER if gpu.family(gpu.kind()) == "hopper" else AMPERE)[kernel, head_dim]
 
 
 def _tiling(launch: Launch, causal: bool) -> dict[str, int]:
     return {"CAUSAL": causal, "BLOCK_Q": launch.block_q, "BLOCK_KV": launch.block_kv}
 
 
-def _call(kernel, arrays, results, launch: Launch, block: int, **constants):
-    """The results of a kernel, one program for each `block` rows of each head."""
+def _call(kernel, arrays, like, launch: Launch, block: int, **constants):
+    """The results of a kernel, shaped like `like`, from one program for each `block` rows of each head."""
     batch, length, heads, head_dim = arrays[0].shape
     return triton_call(
         *arrays,
         kernel=kernel,
-        out_type=results,
+        out_type=like,
         grid=(length // block, heads, batch),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

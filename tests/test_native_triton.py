@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import native_triton
+pytest.importorskip("rich")
+
+from benchmarks import attention, native_triton
+from benchmarks import machine_code as program
 from jflash import accuracy, machine_code
 from jflash.accuracy import Outputs
 from jflash.blocks import Launch
@@ -47,12 +50,14 @@ def interpreted(monkeypatch):
     from triton.runtime.interpreter import InterpretedFunction
 
     def triton_call(*arrays, kernel, out_type, grid, num_warps, num_stages, backend_options, **constants):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out_type)
+
         def run(*arrays):
-            results = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), out_type)
+            results = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), shapes)
             kernel[grid](*(Memory(np.asarray(x)) for x in (*arrays, *jax.tree.leaves(results))), **constants)
             return results
 
-        return jax.pure_callback(run, out_type, *arrays)
+        return jax.pure_callback(run, shapes, *arrays)
 
     monkeypatch.setattr(native_triton, "triton_call", triton_call)
     for module, names in {native_triton: ("tile", "vector", *KERNELS), native_triton.tl: ("max", "sum")}.items():
@@ -102,8 +107,8 @@ def test_compiles_and_fits_and_does_not_spill(gpu, head_dim, causal):
         return jax.vjp(lambda q, k, v: native_triton.attention(q, k, v, causal=causal), q, k, v)[1](do)
 
     x = jax.ShapeDtypeStruct((2, 4096, 8, head_dim), jnp.bfloat16 if causal else jnp.float16)
-    program = machine_code.compile_for(forward_backward, x, x, x, x, gpu=gpu)
-    for kernel in map(program.__getitem__, KERNELS):
+    compiled = machine_code.compile_for(forward_backward, x, x, x, x, gpu=gpu)
+    for kernel in map(compiled.__getitem__, KERNELS):
         assert kernel.shared_bytes <= kernel.target.shared_per_block
         assert not any({"LDL", "STL"} & loop.opcodes.keys() for loop in kernel.busy), "a loop that spills"
         assert kernel.spill_bytes <= 8  # dK/dV at head_dim 256 on A100; all others 0
@@ -144,12 +149,28 @@ def zeros(*shape, dtype=jnp.float16):
         (zeros(1, 128, 2, 64), zeros(1, 128, 2, 64, dtype=jnp.bfloat16), ValueError, "k must have .* bfloat16"),
         (zeros(1, 128, 2, 96), None, ValueError, r"head_dim must be one of \[64, 128, 256\], got 96"),
         (zeros(1, 192, 2, 64), None, ValueError, "length must be a multiple of 128, got 192"),
+        (zeros(1, 0, 2, 64), None, ValueError, r"q must not be empty, got shape \(1, 0, 2, 64\)"),
         (zeros(1, 2**20, 32, 64), None, ValueError, r"less than 2\*\*31 entries, got 2147483648"),
     ],
 )
 def test_wrong_arguments(q, k, error, message):
     with pytest.raises(error, match=message):
         jax.eval_shape(native_triton.attention, q, q if k is None else k, q)
+
+
+@needs_triton
+def test_causal_is_a_bool():
+    x = zeros(1, 128, 2, 64)
+    with pytest.raises(TypeError, match="causal must be a bool, got 'yes'"):
+        jax.eval_shape(lambda x: native_triton.attention(x, x, x, causal="yes"), x)
+
+
+def test_it_is_a_peer_where_it_is_available(monkeypatch):
+    there = UNAVAILABLE is None
+    assert ("native triton" in program.peers(causal=True)) == there
+    assert "native triton" not in attention.jax_paths(causal=True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert ("native triton" in attention.jax_paths(causal=True)) == there
 
 
 def test_unavailable_says_why(monkeypatch):
