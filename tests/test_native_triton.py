@@ -30,7 +30,7 @@ needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '
 
 
 class Memory:
-    """A numpy array as Triton's interpreter takes a tensor: where it lies, and what it asks before it copies nothing."""
+    """A numpy array as Triton's interpreter takes a tensor: where it lies; nothing is copied."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype.name
@@ -77,12 +77,17 @@ SMALL_TILES = {
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("head_dim", "length", "heads", "tiles"),
-    [(64, 128, 2, SMALL_TILES), (64, 256, 1, native_triton.HOPPER), (128, 128, 1, native_triton.HOPPER), (256, 128, 1, None)],
-    ids=["small", "hopper", "hopper", "ampere"],
+    [
+        (64, 128, 2, SMALL_TILES),
+        (64, 256, 1, native_triton.HOPPER),
+        (128, 128, 1, native_triton.HOPPER),
+        (256, 128, 1, native_triton.AMPERE),
+    ],
+    ids=["64 small", "64 hopper", "128 hopper", "256 ampere"],
 )
 def test_values_and_gradients(monkeypatch, head_dim, length, heads, tiles, causal):
     """In float16: the interpreter holds bfloat16 as integers, truncates to it, and multiplies the integers."""
-    monkeypatch.setattr(native_triton, "_launch", lambda kernel, head_dim: (tiles or native_triton.AMPERE)[kernel, head_dim])
+    monkeypatch.setattr(native_triton, "_launch", lambda *kernel: tiles[kernel])
     case = Case(length, length, head_dim, heads=heads, kv_heads=heads, batch=heads, dtype="float16", causal=causal)
     arrays = *case.arrays()[:4], np.zeros((heads, heads, length))  # attention() gives no lse, so that it has no cotangent
     q, k, v, do = (jnp.asarray(x, case.dtype) for x in arrays[:4])
@@ -99,9 +104,8 @@ def test_values_and_gradients(monkeypatch, head_dim, length, heads, tiles, causa
 
 @needs_triton
 @needs_compiler
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("gpu", ["a100", "h100"])
+@pytest.mark.parametrize(("gpu", "causal"), [("h100", False), ("h100", True), ("a100", True)])
 def test_compiles_and_fits_and_does_not_spill(gpu, head_dim, causal):
     def forward_backward(q, k, v, do):
         return jax.vjp(lambda q, k, v: native_triton.attention(q, k, v, causal=causal), q, k, v)[1](do)
@@ -113,10 +117,10 @@ def test_compiles_and_fits_and_does_not_spill(gpu, head_dim, causal):
         assert not any({"LDL", "STL"} & loop.opcodes.keys() for loop in kernel.busy), "a loop that spills"
         assert kernel.spill_bytes <= 8  # dK/dV at head_dim 256 on A100; all others 0
         assert kernel.grid[1:] == (8, 2)
-        if kernel.name == "delta_kernel":
-            continue
-        assert kernel.tensor_cores == {"a100": "HMMA", "h100": "HGMMA"}[gpu]
-        assert kernel.busy
+        if kernel.name != "delta_kernel":
+            too_small = head_dim == 256 and kernel.name == "dkv_kernel"  # 32 keys: HGMMA takes 64
+            assert kernel.tensor_cores == ("HGMMA" if gpu == "h100" and not too_small else "HMMA")
+            assert kernel.busy
 
 
 def test_what_an_embedded_kernel_tells():
