@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import types
 
 import jax
@@ -49,20 +50,27 @@ def interpreted(monkeypatch):
     """The kernels are interpreted, each called back from JAX; what they do not write is NaN."""
     from triton.runtime.interpreter import InterpretedFunction
 
+    # JAX may call kernels back from several threads; the interpreter replaces parts of triton.language while it runs.
+    one_at_a_time = threading.Lock()
+
     def triton_call(*arrays, kernel, out_type, grid, num_warps, num_stages, backend_options, **constants):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out_type)
 
         def run(*arrays):
             results = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), shapes)
-            kernel[grid](*(Memory(np.asarray(x)) for x in (*arrays, *jax.tree.leaves(results))), **constants)
+            with one_at_a_time:
+                kernel[grid](*(Memory(np.asarray(x)) for x in (*arrays, *jax.tree.leaves(results))), **constants)
             return results
 
         return jax.pure_callback(run, shapes, *arrays)
 
     monkeypatch.setattr(native_triton, "triton_call", triton_call)
-    for module, names in {native_triton: ("tile", "vector", *KERNELS), native_triton.tl: ("max", "sum")}.items():
+    for kernel in KERNELS:
+        monkeypatch.setattr(native_triton, kernel, InterpretedFunction(getattr(native_triton, kernel).fn))
+    # What kernels call: as the interpreter rewrites it, but called as it is. It would else replace what no one restores.
+    for module, names in {native_triton: ("tile", "vector"), native_triton.tl: ("max", "sum")}.items():
         for name in names:
-            monkeypatch.setattr(module, name, InterpretedFunction(getattr(module, name).fn))
+            monkeypatch.setattr(module, name, InterpretedFunction(getattr(module, name).fn).rewrite())
 
 
 SMALL_TILES = {
