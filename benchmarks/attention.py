@@ -25,6 +25,7 @@ from jax import Array
 from rich.progress import Progress
 
 import jflash
+from benchmarks import native_triton
 from benchmarks.measure import RESULTS
 
 INPUTS = 3  # sets of arrays that a program meets in turn, so that no cache holds the last ones
@@ -73,6 +74,8 @@ def jax_paths(causal: bool) -> dict[str, Callable]:
     if jax.default_backend() == "gpu":
         paths["jflash xla"] = functools.partial(own, implementation="xla")
         paths["cuDNN"] = functools.partial(jax_nn, implementation="cudnn")
+        if not native_triton.unavailable():
+            paths["native triton"] = functools.partial(native_triton.attention, causal=causal)
     try:
         import tokamax  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -207,6 +210,8 @@ def main() -> None:
     device = jax.devices()[0].device_kind.lower().replace(" ", "_")
     output = options.output or RESULTS / f"attention_{device}.csv"
     output.parent.mkdir(parents=True, exist_ok=True)
+    if on_gpu and (reason := native_triton.unavailable()):
+        print(f"native triton is left out: {reason}")
 
     kinds = list(itertools.product(options.head_dims, (False, True), (False, True), sorted(options.lengths)))
     writer = None

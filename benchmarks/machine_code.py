@@ -7,7 +7,6 @@ rates assumed in jflash/machine_code/loops.py; they know of no latency and are n
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import pathlib
 import warnings
@@ -16,11 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
 import jflash
-from benchmarks.measure import RESULTS
+from benchmarks import native_triton
+from benchmarks.measure import RESULTS, print_table, write_csv
 from jflash import machine_code
 from jflash.machine_code import GPUS, Kernel, Loop
 
@@ -50,9 +48,14 @@ def tokamax(causal: bool) -> Callable | None:
     return functools.partial(tokamax.dot_product_attention, is_causal=causal, implementation="triton")
 
 
+def in_triton(causal: bool) -> Callable | None:
+    """The same kernels in Triton itself, compiled by Triton; None where they cannot be."""
+    return None if native_triton.unavailable() else functools.partial(native_triton.attention, causal=causal)
+
+
 def peers(causal: bool) -> dict[str, Callable]:
     """name -> fn(q, k, v) of what is installed."""
-    found = {"pallas.ops.gpu": deprecated_pallas(causal), "tokamax": tokamax(causal)}
+    found = {"native triton": in_triton(causal), "pallas.ops.gpu": deprecated_pallas(causal), "tokamax": tokamax(causal)}
     ours = functools.partial(jflash.attention, causal=causal)
     return {"jflash": ours, **{name: fn for name, fn in found.items() if fn is not None}}
 
@@ -113,22 +116,12 @@ def main() -> None:
     options = parser.parse_args()
     machine_code.prepare()
 
+    if reason := native_triton.unavailable():
+        print(f"native triton is left out: {reason}")
     found = list(rows(options.gpu, options.head_dim, options.length, jnp.dtype(options.dtype)))
-    columns = list(max(found, key=len))
-    table = Table(title=f"{options.gpu}, {options.dtype}, JAX {jax.__version__}: compiled, not run")
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="left" if column in ("attention", "kernel") else "right")
-    for line in found:
-        table.add_row(*("" if line.get(column) is None else str(line[column]) for column in columns))
-    Console(width=200).print(table)
-
+    print_table(f"{options.gpu}, {options.dtype}, JAX {jax.__version__}: compiled, not run", found)
     output = options.output or RESULTS / f"machine_code_{options.gpu}.csv"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*columns, "gpu", "dtype", "jax"])
-        writer.writeheader()
-        writer.writerows({**line, "gpu": options.gpu, "dtype": options.dtype, "jax": jax.__version__} for line in found)
-    print(f"written to {output}")
+    write_csv(found, output, gpu=options.gpu, dtype=options.dtype, jax=jax.__version__)
 
 
 if __name__ == "__main__":

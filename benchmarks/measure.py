@@ -1,4 +1,4 @@
-"""What benchmark programs share: times taken in turns, and a report as a table and a CSV."""
+"""What benchmark programs share: times taken in turns, and their report as a table and a CSV."""
 
 from __future__ import annotations
 
@@ -40,20 +40,30 @@ def shown(value: Any) -> str:
     return "NaN" if math.isnan(value) else f"{value:.4g}"
 
 
-def report(title: str, lines: list[dict[str, Any]], output: pathlib.Path, **more: Any) -> None:
-    """Prints a table and writes it to a CSV with what it was measured on, and `more` that is the same in all lines."""
-    table = Table(title=f"{title}; {jax.devices()[0].device_kind}, JAX {jax.__version__}")
-    for column, value in lines[0].items():
+def print_table(title: str, lines: list[dict[str, Any]]) -> None:
+    """One row a line, with the columns of the longest: a line may lack the last ones."""
+    columns = max(lines, key=len)
+    table = Table(title=title)
+    for column, value in columns.items():
         table.add_column(column.replace("_", " "), justify="left" if isinstance(value, str) else "right")
     for line in lines:
-        table.add_row(*map(shown, line.values()))
-    Console(width=160).print(table)
+        table.add_row(*(shown(line.get(column)) for column in columns))
+    Console(width=200).print(table)
 
-    versions = {"jax": jax.__version__, "numpy": np.__version__, "python": platform.python_version()}
-    constant = {**more, "device": jax.devices()[0].device_kind, **versions}
+
+def write_csv(lines: list[dict[str, Any]], output: pathlib.Path, **constant: Any) -> None:
+    """The same columns, and then what is the same in all lines."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*lines[0], *constant])
+        writer = csv.DictWriter(file, [*max(lines, key=len), *constant])
         writer.writeheader()
         writer.writerows({**{column: shown(value) for column, value in line.items()}, **constant} for line in lines)
     print(f"written to {output}")
+
+
+def report(title: str, lines: list[dict[str, Any]], output: pathlib.Path, **more: Any) -> None:
+    """Prints a table and writes it to a CSV with what it was measured on, and `more` that is the same in all lines."""
+    device = jax.devices()[0].device_kind
+    print_table(f"{title}; {device}, JAX {jax.__version__}", lines)
+    versions = {"jax": jax.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    write_csv(lines, output, **more, device=device, **versions)

@@ -19,6 +19,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jflash.machine_code.embedded import embedded_kernels
 from jflash.machine_code.gpus import GPUS, Target, like
 from jflash.machine_code.kernel import Kernel
 
@@ -35,7 +36,7 @@ WHEELS = {
 class Program:
     """What XLA made of a JAX function for one GPU."""
 
-    kernels: tuple[Kernel, ...]  # in the order of their first launch
+    kernels: tuple[Kernel, ...]  # in the order of their first launch; then those that jax-triton brought along
     temp_bytes: int  # device memory beyond arguments and results
     text: str = dataclasses.field(repr=False)  # optimized HLO: collectives, copies and layouts show here
 
@@ -73,7 +74,7 @@ def _compile(lowered: jax.stages.Lowered, target: Target) -> tuple[jax.stages.Co
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert text is not None
-    return compiled, Program(tuple(kernels), memory.temp_size_in_bytes, text)
+    return compiled, Program((*kernels, *embedded_kernels(lowered, target)), memory.temp_size_in_bytes, text)
 
 
 @contextlib.contextmanager
