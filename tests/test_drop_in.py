@@ -1,6 +1,5 @@
 """jflash.dot_product_attention beside jax.nn.dot_product_attention: what is the same, and each thing that differs."""
 
-import dataclasses
 import functools
 import inspect
 
@@ -20,7 +19,7 @@ NAMES |= {"kv_lengths": "key_value_seq_lengths", "scale": "scale", "mask": "mask
 CASES = (
     Case(40, 40),
     Case(40, 40, dtype="bfloat16", heads=4, kv_heads=1),
-    Case(40, 40, dtype="float16", heads=4, kv_heads=2, causal=True, bias="1hqk"),
+    Case(40, 40, dtype="bfloat16", heads=4, kv_heads=2, causal=True, bias="1hqk"),
     Case(30, 51, head_dim=32, heads=4, kv_heads=2, causal=True),
     Case(51, 30, head_dim=17, heads=4, kv_heads=1, causal=True),
     Case(1, 51, head_dim=16, batch=1),
