@@ -17,29 +17,19 @@ NAMES |= {"kv_lengths": "key_value_seq_lengths", "scale": "scale", "mask": "mask
 
 # What both can be asked for. Some queries of some cases see no key.
 CASES = (
-    Case(40, 40),
     Case(40, 40, dtype="bfloat16", heads=4, kv_heads=1),
     Case(40, 40, dtype="bfloat16", heads=4, kv_heads=2, causal=True, bias="1hqk"),
-    Case(30, 51, head_dim=32, heads=4, kv_heads=2, causal=True),
     Case(51, 30, head_dim=17, heads=4, kv_heads=1, causal=True),
-    Case(1, 51, head_dim=16, batch=1),
-    Case(40, 51, head_dim=16, window=7),
-    Case(40, 51, head_dim=16, window=(3, 2), causal=True),
+    Case(1, 51, head_dim=16, batch=1, scale=-0.4),
     Case(51, 40, head_dim=16, window=(5, 0)),
-    Case(40, 51, head_dim=16, q_lengths=(33, 0)),
-    Case(40, 51, head_dim=16, kv_lengths=(17, 51), causal=True),
-    Case(40, 51, head_dim=16, q_lengths=(40, 22), kv_lengths=(0, 30), heads=4),
-    Case(40, 51, head_dim=16, mask="bhqk", heads=4, kv_heads=2),
-    Case(40, 51, head_dim=16, mask="b11k"),
-    Case(40, 51, head_dim=16, mask="hq1", heads=4),
-    Case(40, 51, head_dim=16, mask="qk", causal=True),
-    Case(40, 51, head_dim=16, bias="bhqk", heads=4, kv_heads=2),
-    Case(40, 51, head_dim=16, bias="1hqk", causal=True, bias_holes=True),
-    Case(40, 51, head_dim=16, bias="b1q1", heads=4, kv_heads=1),
-    Case(40, 51, head_dim=16, bias="k", mask="1h1k", scale=0.7),
-    Case(40, 51, head_dim=16, scale=-0.4),
+    Case(40, 51, head_dim=16, window=7, q_lengths=(33, 0)),
+    Case(40, 51, head_dim=16, window=(3, 2), causal=True, kv_lengths=(17, 51)),
+    Case(40, 51, head_dim=16, mask="bhqk", heads=4, kv_heads=2, q_lengths=(40, 22), kv_lengths=(0, 30)),
+    Case(40, 51, head_dim=16, mask="hq1", bias="b1q1", heads=4, kv_heads=1),
+    Case(40, 51, head_dim=16, mask="qk", causal=True, bias="1hqk", bias_holes=True),
+    Case(40, 51, head_dim=16, mask="b11k", bias="k", scale=0.7),
     Case(
-        40, 51, head_dim=16, heads=4, kv_heads=2, bias="h1k", mask="b1qk", causal=True, window=(20, 3), scale=0.5,
+        40, 51, head_dim=16, heads=4, kv_heads=2, bias="bhqk", mask="1h1k", causal=True, window=(20, 3), scale=0.5,
         q_lengths=(40, 31), kv_lengths=(33, 51),
     ),
 )  # fmt: skip
@@ -135,9 +125,7 @@ def test_shapes_and_kinds_of_arrays(arrays):
 
 
 def test_vmap_of_inputs_without_batch():
-    over_batch = lambda fn: jax.vmap(fn, in_axes=(0, 0, 0, None, None))
-    assert_the_same(Q, K, V, BIAS, MASK, change=over_batch)
-    assert_the_same(Q, K, V, None, MASK[:, None], change=lambda fn: jax.vmap(fn, in_axes=(0, 0, 0, None, None)))
+    assert_the_same(Q, K, V, BIAS, MASK, change=lambda fn: jax.vmap(fn, in_axes=(0, 0, 0, None, None)))
 
 
 def test_the_gradient_of_a_bias_for_each_element_under_vmap_with_a_mask_of_rank_3():

@@ -61,8 +61,7 @@ def everything(*lead):
     """Arrays for every argument that takes one, by name, with some dimensions in front."""
     random = np.random.default_rng(0)
     return {
-        **dict(zip("qkv", inputs(*lead), strict=False)),
-        "do": normal(*lead, 2, 20, 4, 8, seed=4),
+        **dict(zip(("q", "k", "v", "do"), inputs(*lead), strict=True)),
         "bias": normal(*lead, 4, 1, 20, seed=5),
         "sinks": normal(*lead, 4, seed=6),
         "slopes": normal(*lead, 4, seed=7),
@@ -74,21 +73,22 @@ def everything(*lead):
     }
 
 
-NAMES = tuple(everything())
-
-
 def call(arguments, implementation=None):
-    """o, lse, and the gradients by every float among `arguments`, which are like those of everything(); small tiles."""
-    q, k, v, do = (arguments[name] for name in (*"qkv", "do"))
-    others = {name: x for name, x in arguments.items() if name not in (*"qkv", "do", *FLOATS)}
+    """o, lse, and the gradients by every float among `arguments`: some of everything(); small tiles."""
+    q, k, v, do = (arguments[name] for name in ("q", "k", "v", "do"))
+    floats = {name: arguments[name] for name in FLOATS if name in arguments}
+    options = {name: x for name, x in arguments.items() if name not in ("q", "k", "v", "do", *FLOATS)}
+    if "dropout_key" in options:
+        options["dropout_rate"] = 0.3
 
-    def fn(q, k, v, slopes, **floats):
+    def fn(q, k, v, slopes=None, **floats):
+        if slopes is not None:
+            floats |= {"score_fn": SCORE_FNS["alibi"], "score_args": (slopes,)}
         return attention(
-            q, k, v, **floats, **others, causal=True, score_fn=SCORE_FNS["alibi"], score_args=(slopes,), dropout_rate=0.3,
-            return_lse=True, block_sizes=SMALL_TILES, implementation=implementation,
-        )  # fmt: skip
+            q, k, v, **floats, **options, causal=True, return_lse=True, block_sizes=SMALL_TILES, implementation=implementation
+        )
 
-    return accuracy.outputs(fn, q, k, v, do, jnp.ones((2, 4, 20)), **{name: arguments[name] for name in FLOATS})
+    return accuracy.outputs(fn, q, k, v, do, jnp.ones((2, 4, 20)), **floats)
 
 
 @functools.cache
@@ -98,42 +98,54 @@ def one(implementation):
 
 # ------------------------------------------------------------------------------------------------------------- vmap
 
-
-def with_these(names, batched):
-    """`batched` arrays for some names, and the first of them for the others."""
-    return {name: x if name in names else x[0] for name, x in batched.items()}
+NESTED = {
+    # what is given: its mapped axes, the outer one first; None is not mapped
+    "q": "01", "k": "1", "v": "0", "do": "01", "bias": "1", "mask": "0", "sinks": "", "kv_lengths": "01",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("names", "implementation"),
+    ("options", "mapped", "implementation"),
     [
-        *((names, "xla") for names in (NAMES, *((name,) for name in NAMES), ("q", "do"), ("k", "v", "mask"))),
-        *((names, "interpret") for names in (NAMES, ("q", "do", "bias", "dropout_key"), ("k", "v", "mask", "segment_ids"))),
+        ("", "q do", "xla"),
+        ("", "k v", "xla"),
+        ("", "v", "interpret"),
+        ("bias", "bias", "xla"),
+        ("bias", "q k do", "interpret"),
+        ("sinks slopes", "sinks slopes", "xla"),
+        ("mask segment_ids", "mask", "xla"),
+        ("mask segment_ids", "q do segment_ids", "interpret"),
+        ("kv_lengths q_offset", "kv_lengths q_offset", "xla"),
+        ("kv_lengths q_offset", "q_offset", "interpret"),
+        ("dropout_key", "dropout_key", "xla"),
+        ("dropout_key", "q k v do", "interpret"),
+        ("everything", "everything", "xla"),
+        ("everything", "everything", "interpret"),
     ],
-    ids=lambda x: x if isinstance(x, str) else " ".join(x) if len(x) < len(NAMES) else "all",
 )
-def test_vmap_over_any_arguments_is_a_loop(names, implementation):
-    arguments = with_these(names, everything(2))
-    axes = {name: 0 if name in names else None for name in NAMES}
+def test_vmap_over_any_arguments_is_a_loop(options, mapped, implementation):
+    batched = everything(2)
+    if options != "everything":
+        batched = {name: batched[name] for name in ("q", "k", "v", "do", *options.split())}
+    axes = {name: 0 if mapped == "everything" or name in mapped.split() else None for name in batched}
+    arguments = {name: x if axes[name] == 0 else x[0] for name, x in batched.items()}
     got = jax.jit(jax.vmap(functools.partial(call, implementation=implementation), (axes,)))(arguments)
     for n in range(2):
-        each = {name: x[n] if name in names else x for name, x in arguments.items()}
+        each = {name: x[n] if axes[name] == 0 else x for name, x in arguments.items()}
         assert_close(jax.tree.map(lambda x, n=n: x[n], got), one(implementation)(each), atol=2e-5)
 
 
-@pytest.mark.parametrize("implementation", TILED)
+@EVERYWHERE
 def test_nested_vmap_is_two_loops(implementation):
-    """Arrays of rank 5 and 6: over both, over one or the other, and over neither."""
-    outer, inner = ("q", "do", "mask", "sinks", "q_offset"), ("q", "do", "k", "bias", "slopes", "dropout_key", "segment_ids")
-    of_inner = with_these(outer, everything(2, 3))
-    arguments = {name: x if name in inner else x[:, 0] if name in outer else x[0] for name, x in of_inner.items()}
-    axes = [{name: 0 if name in names else None for name in NAMES} for names in (inner, outer)]
-    mapped = jax.vmap(functools.partial(call, implementation=implementation), (axes[0],))
-    got = jax.jit(jax.vmap(mapped, (axes[1],)))(arguments)
-    for m, n in np.ndindex(2, 3):
-        index = lambda name, m=m, n=n: (*((m,) if name in outer else ()), *((n,) if name in inner else ()))
-        each = {name: x[index(name)] for name, x in arguments.items()}
-        assert_close(jax.tree.map(lambda x, m=m, n=n: x[m, n], got), one(implementation)(each), atol=2e-5)
+    """Arrays of rank 6: over both dimensions in front, over one or the other, and over neither."""
+    batched = everything(2, 3)
+    cut = {"01": lambda x: x, "0": lambda x: x[:, 0], "1": lambda x: x[0], "": lambda x: x[0, 0]}
+    arguments = {name: cut[axes](batched[name]) for name, axes in NESTED.items()}
+    inner, outer = ({name: 0 if axis in axes else None for name, axes in NESTED.items()} for axis in "10")
+    got = jax.jit(jax.vmap(jax.vmap(functools.partial(call, implementation=implementation), (inner,)), (outer,)))(arguments)
+    for place in np.ndindex(2, 3):
+        each = {name: x[tuple(place[int(axis)] for axis in NESTED[name])] for name, x in arguments.items()}
+        assert_close(jax.tree.map(lambda x, place=place: x[place], got), one(implementation)(each), atol=2e-5)
 
 
 def test_vmap_over_axes_that_are_not_the_first():
@@ -168,11 +180,7 @@ def test_vmap_makes_one_kernel_larger_and_not_more_of_them():
 
 @EVERYWHERE
 def test_jit_and_each_way_to_ask_for_gradients(implementation):
-    arguments = everything()
-    expected = one("naive")(arguments)
-    assert_close(one(implementation)(arguments), expected, atol=2e-5)
-    assert_close(call(arguments, implementation), expected, atol=2e-5)
-
+    assert_close(one(implementation)(everything()), one("naive")(everything()), atol=2e-5)
     q, k, v, do = inputs()
     fn = functools.partial(attention, causal=True, implementation=implementation, block_sizes=SMALL_TILES)
     loss = lambda q, k, v: jnp.vdot(fn(q, k, v), do)
@@ -376,10 +384,10 @@ def test_lengths_and_widths_that_are_open_say_no(shape):
 def test_traced_without_running(implementation):
     arguments, fn = everything(), functools.partial(call, implementation=implementation)
     expected = one(implementation)(arguments)
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (jax.eval_shape(fn, arguments), expected))
-    assert shapes[0] == shapes[1]
-    jaxpr = jax.make_jaxpr(fn)(arguments)
-    assert_close(jax.jit(jax.extend.core.jaxpr_as_fun(jaxpr))(*jax.tree.leaves(arguments)), expected)
+    facts = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert facts(jax.eval_shape(fn, arguments)) == facts(expected)
+    jaxpr = jax.make_jaxpr(one(implementation))(arguments)
+    assert_close(jax.extend.core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments)), expected)
 
 
 @EVERYWHERE
