@@ -139,7 +139,7 @@ def test_scales(scale):
     assert_the_same(Q, K, V, BIAS, scale=scale)
 
 
-@pytest.mark.parametrize("size", [0.3, 0.0, -0.5])
+@pytest.mark.parametrize("size", [0.0, -0.5])
 def test_a_traced_scale_has_a_gradient(size):
     assert_the_same(Q, K, V, size, change=lambda fn: lambda q, k, v, scale: fn(q, k, v, mask=MASK, scale=scale))
     in_a_program = lambda fn: lambda q, k, v: fn(q, k, v, is_causal=True, scale=size / jnp.sqrt(q.shape[-1]))

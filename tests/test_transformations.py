@@ -46,8 +46,14 @@ def assert_close(got, expected, atol=1e-5):
 
 
 def kernels(text: str) -> list[str]:
-    """The kernels that a lowered program for a GPU launches, one name for each launch."""
-    return sorted(re.findall(r'name = "(jflash_\w+)"', text))
+    """The kernels that a lowered program for a GPU launches: one name for each launch, of functions for each call."""
+    bodies = dict(re.findall(r"^  func\.func \w+ @(\w+)\((.*?)^  }", text, re.S | re.M))
+
+    def launches(body):
+        called = (bodies[name] for name in re.findall(r"call @(\w+)\(", body))
+        return re.findall(r'name = "(jflash_\w+)"', body) + [name for body in called for name in launches(body)]
+
+    return sorted(launches(bodies["main"]))
 
 
 FORWARD, BACKWARD = ["jflash_forward"], ["jflash_delta", "jflash_dkv", "jflash_dq"]
@@ -145,9 +151,9 @@ def test_nested_vmap_is_two_loops(implementation):
 def test_vmap_over_axes_that_are_not_the_first():
     q, k, v, do = inputs(3)
     loss = lambda q, k, v, do: (jax.vjp(functools.partial(attention, causal=True), q, k, v)[1](do), attention(q, k, v))
-    expected = jax.vmap(loss)(q, k, v, do)
+    expected = jax.jit(jax.vmap(loss))(q, k, v, do)
     moved = [jnp.moveaxis(x, 0, axis) for x, axis in zip((q, k, v, do), (1, 3, -1, 2), strict=True)]
-    got = jax.vmap(loss, in_axes=(1, 3, -1, 2), out_axes=2)(*moved)
+    got = jax.jit(jax.vmap(loss, in_axes=(1, 3, -1, 2), out_axes=2))(*moved)
     assert_close(jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), got), expected)
 
 
@@ -212,7 +218,7 @@ def layer(x, implementation=None):
 def test_a_policy_that_keeps_o_and_lse_runs_the_forward_once(policy):
     policy, forwards = POLICIES[policy]
     x = jax.ShapeDtypeStruct((2, 128, 2, 16), jnp.bfloat16)
-    gradient = jax.grad(lambda x: jax.checkpoint(layer, policy=policy)(x).astype(jnp.float32))
+    gradient = jax.value_and_grad(jax.checkpoint(layer, policy=policy))
     lowered = machine_code.lower_for(gradient, x, gpu="h100")
     assert kernels(lowered.as_text()) == sorted(forwards * FORWARD + BACKWARD)
 
@@ -220,7 +226,7 @@ def test_a_policy_that_keeps_o_and_lse_runs_the_forward_once(policy):
 @needs_compiler
 def test_the_compiler_does_not_undo_a_policy():
     x = jax.ShapeDtypeStruct((2, 128, 2, 16), jnp.bfloat16)
-    gradient = jax.grad(lambda x: jax.checkpoint(layer)(x).astype(jnp.float32))
+    gradient = jax.value_and_grad(jax.checkpoint(layer))
     text = machine_code.compile_for(gradient, x, gpu="h100").text
     calls = [line for line in text.splitlines() if "custom-call(" in line and "triton" in line]
     assert sum("jflash_forward" in line for line in calls) == 2
@@ -326,7 +332,13 @@ def padded(q, k, v, lengths, bias, implementation=None):
     return attention(q, k, v, kv_lengths=lengths, bias=bias, causal=True, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(None, marks=pytest.mark.xfail(strict=True, reason="the kernels are traced too, with the batch open")),
+        "xla",
+    ],
+)
 def test_exported_for_a_cpu_with_an_open_batch(implementation):
     fn = functools.partial(padded, implementation=implementation)
     program = exported(fn, *with_batch(*export.symbolic_shape("b")), platform="cpu", vjp_order=1)
