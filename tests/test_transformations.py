@@ -92,7 +92,7 @@ def call(arguments, implementation=None):
             floats |= {"score_fn": SCORE_FNS["alibi"], "score_args": (slopes,)}
         return attention(q, k, v, **floats, **options, return_lse=True, block_sizes=SMALL_TILES, implementation=implementation)
 
-    return accuracy.outputs(fn, q, k, v, do, jnp.ones((2, 4, 20)), **floats)
+    return accuracy.outputs(fn, q, k, v, do, jnp.ones((2, 4, 20), jnp.float32), **floats)
 
 
 @functools.cache
