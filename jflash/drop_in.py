@@ -90,8 +90,9 @@ def dot_product_attention(
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     if implementation == "cudnn":
         raise ValueError("implementation='cudnn' is not there: jflash has kernels of its own, which None chooses on a GPU")
-    if bias is not None and not jnp.issubdtype(jnp.result_type(bias), jnp.floating):
-        bias = jnp.asarray(bias, accumulator(query.dtype))
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        bias = bias if jnp.issubdtype(bias.dtype, jnp.floating) else bias.astype(accumulator(query.dtype))
     try:
         o, lse = attention(
             *map(_rank_4, (query, key, value)),
