@@ -250,7 +250,7 @@ def test_scan_over_layers_is_a_loop(implementation):
     x, weights = normal(2, 20, 2, 8), normal(3, 3, 8, 8, seed=1) / 3  # [layers, (q, k, v), 8, 8]
 
     def block(x, w):
-        return x + attention(*(x @ w), causal=True, implementation=implementation, block_sizes=SMALL_TILES), None
+        return x + attention(*(x @ part for part in w), causal=True, implementation=implementation, block_sizes=SMALL_TILES), None
 
     def loop(x, weights):
         for w in weights:
