@@ -250,7 +250,8 @@ def test_scan_over_layers_is_a_loop(implementation):
     x, weights = normal(2, 20, 2, 8), normal(3, 3, 8, 8, seed=1) / 3  # [layers, (q, k, v), 8, 8]
 
     def block(x, w):
-        return x + attention(*(x @ part for part in w), causal=True, implementation=implementation, block_sizes=SMALL_TILES), None
+        q, k, v = (x @ part for part in w)
+        return x + attention(q, k, v, causal=True, implementation=implementation, block_sizes=SMALL_TILES), None
 
     def loop(x, weights):
         for w in weights:
@@ -396,7 +397,16 @@ def test_traced_without_running(implementation):
     assert_close(jax.extend.core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments)), expected)
 
 
-@EVERYWHERE
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        None,
+        "xla",
+        pytest.param(
+            "interpret", marks=pytest.mark.xfail(strict=True, reason="JAX evaluates no Pallas kernel in this context")
+        ),
+    ],
+)
 def test_computed_while_tracing(implementation):
     q, k, v, _ = inputs()
     fn = functools.partial(attention, causal=True, implementation=implementation)
