@@ -3,6 +3,7 @@
 from jflash.alibi import alibi_slopes as alibi_slopes
 from jflash.attention import attention as attention
 from jflash.blocks import BlockSizes as BlockSizes
+from jflash.drop_in import dot_product_attention as dot_product_attention
 from jflash.dropout import dropout_mask as dropout_mask
 from jflash.score import Score as Score
 from jflash.tuning import launches as launches

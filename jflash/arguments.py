@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jflash import dropout
 from jflash.blocks import BlockSizes
-from jflash.numerics import accumulator
+from jflash.numerics import accumulator, known
 
 # No position lies farther from 0, so that sums of three of them (an offset, an index, a window) fit into int32.
 FARTHEST = 2**29
@@ -75,6 +75,8 @@ def arrays(q: Array, k: Array, v: Array) -> None:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if x.shape[-1] == 0:
             raise ValueError(f"{name} must have a width of at least 1, got shape {x.shape}")
+        if not known(x.shape[-3], x.shape[-1]):
+            raise ValueError(f"{name} must have a known length and width (jax.export: the batch may be open), got {x.shape}")
     for name, x in (("k", k), ("v", v)):
         if x.shape[:-3] != q.shape[:-3]:
             raise ValueError(f"{name} must have the batch size of q, {q.shape[0]}, got shape {x.shape}")

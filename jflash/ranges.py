@@ -86,11 +86,10 @@ def for_all(tiles_of: Callable[[Score], Tiles], score: Score) -> Tiles:
     own = {name: getattr(score, name) for name in (*ONE_FOR_EACH, "visits") if getattr(score, name) is not None}
     if not own:
         return tiles_of(score)
-    tiles = jax.vmap(lambda own: tiles_of(score.replace(**own)))(own)
-    least, most = (lambda x: x if known(x) else jnp.min(x)), (lambda x: x if known(x) else jnp.max(x))
-    lo, hi = least(tiles.lo), most(tiles.hi)
-    full_lo = jnp.clip(most(tiles.full_lo), lo, hi)
-    return Tiles(lo, full_lo, jnp.clip(least(tiles.full_hi), full_lo, hi), hi)
+    each = jax.vmap(lambda own: jax.tree.map(jnp.int32, tiles_of(score.replace(**own))))(own)
+    lo, hi = jnp.min(each.lo), jnp.max(each.hi)
+    full_lo = jnp.clip(jnp.max(each.full_lo), lo, hi)
+    return Tiles(lo, full_lo, jnp.clip(jnp.min(each.full_hi), full_lo, hi), hi)
 
 
 def seen_keys(score: Score, rows: Span, cols: Span) -> Array:

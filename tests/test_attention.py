@@ -241,30 +241,9 @@ def test_decoding_step_by_step_is_attention_over_the_whole():
     np.testing.assert_allclose(steps, attention(q, k, v, causal=True), atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["naive", *TILED])
-def test_vmap_is_a_loop(implementation):
-    q, k, v = normal(3, 2, 20, 2, 8), normal(2, 33, 1, 8, seed=1), normal(3, 2, 33, 1, 8, seed=2)
-    fn = functools.partial(attention, implementation=implementation, window=(9, 3), block_sizes=SMALL_TILES)
-    grads = jax.grad(lambda q, k, v: jnp.sum(fn(q, k, v) ** 2), argnums=(0, 1, 2))
-    mapped = jax.jit(jax.vmap(grads, in_axes=(0, None, 0)))(q, k, v)
-    for i in range(3):
-        for x, y in zip(mapped, grads(q[i], k, v[i]), strict=True):
-            np.testing.assert_allclose(x[i], y, atol=1e-5)
-
-
 @pytest.mark.parametrize("precision", ["highest", jax.lax.Precision.HIGHEST, "float32", None])
 def test_precision_is_accepted_as_in_einsum(precision):
     q = normal(20, 1, 8)
     for implementation in ("naive", *TILED):
         o = attention(q, q, q, precision=precision, implementation=implementation)
         np.testing.assert_allclose(o, attention(q, q, q, implementation="naive"), atol=1e-6)
-
-
-def test_remat_policy_can_keep_o_and_lse():
-    q = normal(40, 2, 8)
-    loss = lambda q: jnp.sum(attention(jnp.sin(q), q, q) ** 2)
-    expected = jax.grad(loss)(q)
-    for names, forwards in ((("jflash_o", "jflash_lse"), 1), ((), 2)):
-        kept = jax.grad(jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*names)))
-        np.testing.assert_allclose(kept(q), expected, atol=1e-6)
-        assert str(jax.make_jaxpr(kept)(q)).count("name=jflash_forward") == forwards

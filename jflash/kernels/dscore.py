@@ -65,9 +65,13 @@ def dbias(inputs: Inputs, launcher: Launcher) -> Array:
 def _dbias_kernel(inputs: Inputs, dbias_ref, *, widths: tuple[int, int], counts: tuple[int, int], launcher: Launcher):
     batch, q_len, heads, _ = inputs.q.shape
     t = pl.program_id(0)
-    own = pl.program_id(2), pl.program_id(1), lax.div(t, counts[1]), lax.rem(t, counts[1])
+    across = jnp.int32(counts[1])
+    own = pl.program_id(2), pl.program_id(1), lax.div(t, across), lax.rem(t, across)
     all_of = batch, heads, pl.cdiv(q_len, launcher.block_q), pl.cdiv(inputs.k.shape[1], launcher.block_kv)
-    ranges_of = [(0, n) if size == 1 else (x, x + 1) for x, n, size in zip(own, all_of, dbias_ref.shape, strict=True)]
+    ranges_of = [
+        (jnp.int32(0), jnp.int32(n)) if size == 1 else (x, x + 1)
+        for x, n, size in zip(own, all_of, dbias_ref.shape, strict=True)
+    ]
     batches, its_heads, its_q_tiles, its_kv_tiles = ranges_of
     summed = tuple(axis for axis in (0, 1) if dbias_ref.shape[2 + axis] == 1)
 
@@ -168,7 +172,7 @@ def _cotangents(
     arith = launcher.arithmetic
     heads, kv_heads = inputs.q.shape[2], inputs.k.shape[2]
     own: dict[str, Index | None] = {"batch": place.batch, "head": place.head}
-    shared = {"batch": place.batch, "head": lax.div(place.h, heads // kv_heads)}
+    shared = {"batch": place.batch, "head": lax.div(place.h, jnp.int32(heads // kv_heads))}
     tile_score, at = memory.tile_of(score, rows, cols, place)
     visible = tile_score.visible(at)
     seen = memory.seen_keys(score, rows, cols, shared["batch"], shared["head"])

@@ -196,7 +196,7 @@ class Matrix:
         """(view of the ref, mask or None, chunk size) of each chunk."""
         start = 0
         for size in chunks(self.width, self.ref.dtype):
-            index = (self.batch, _slice(rows), self.head, pl.ds(start, size))
+            index = (self.batch, _slice(rows), self.head, pl.ds(lax.full((), start, jnp.int32), size))
             view = self.ref.at[tuple(x for x in index if x is not None)]
             mask = None if keep is None else jnp.broadcast_to(keep[:, None], (rows.size, size))
             if start + size > self.width:

@@ -154,7 +154,9 @@ class Layout(NamedTuple):
     def of(cls, q: Array, v: Array, block_q: int | None, block_kv: int | None) -> Layout:
         batch, q_len, heads, _ = q.shape
         _, kv_len, kv_heads, _ = v.shape
-        block = 1 << max(6, min(9, int(math.log2(TILE_ELEMENTS / (batch * heads)) / 2)))
+        # Not known where jax.export leaves the batch open: the smallest tile then, whose memory suits any batch.
+        planes = batch * heads if numerics.known(batch * heads) else TILE_ELEMENTS
+        block = 1 << max(6, min(9, int(math.log2(TILE_ELEMENTS / planes) / 2)))
         block_q, block_kv = block_q or _even(q_len, block), block_kv or _even(kv_len, block)
         return cls(batch, q_len, kv_len, block_q, block_kv, kv_heads, heads // kv_heads)
 
@@ -241,7 +243,8 @@ class Layout(NamedTuple):
         x = x.reshape(self.batch, self.kv_heads, self.block_q, self.group, self.block_kv).swapaxes(2, 3)
         x = x.reshape(self.batch, -1, self.block_q, self.block_kv)
         x = jnp.sum(x, axis=[axis for axis, size in enumerate(total.shape) if size == 1], keepdims=True)
-        at = [0, 0, i * self.block_q if total.shape[2] > 1 else 0, j * self.block_kv if total.shape[3] > 1 else 0]
+        at = 0, 0, i * self.block_q if total.shape[2] > 1 else 0, j * self.block_kv if total.shape[3] > 1 else 0
+        at = [jnp.int32(start) for start in at]
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, x.shape) + x, at)
 
     def join_pairs(self, x: Array, like: Array) -> Array:
