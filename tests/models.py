@@ -23,29 +23,34 @@ class Run(NamedTuple):
     losses: Any
 
 
-def run(apply, parameters, x, target, counted, dtype="float32") -> Run:
-    """Trains apply(parameters, x) -> like target, by Adam, on the mean square where `counted` is True."""
-    with jax.enable_x64(dtype == "float64"):
-        cast = lambda tree: jax.tree.map(lambda a: jnp.asarray(np.asarray(a), dtype), tree)
-        parameters, x, target = cast((parameters, x, target))
-        rule = optax.adam(1e-2, eps=1e-3)  # large, so that Adam does not blow up what is zero but for rounding
+def trainer(apply):
+    """train(parameters, x, mask, target, counted, dtype) -> Run, compiled once for each dtype.
 
-        def loss(parameters):
-            outputs = jnp.where(counted[..., None], apply(parameters, x), 0)
-            return jnp.square(outputs - target).mean(), outputs
+    Trains apply(parameters, x, mask) -> like target, by Adam, on the mean square where `counted` is True.
+    """
+    rule = optax.adam(1e-2, eps=1e-3)  # large, so that Adam does not blow up what is zero but for rounding
 
+    def loss(parameters, x, mask, target, counted):
+        outputs = jnp.where(counted[..., None], apply(parameters, x, mask), 0)
+        return jnp.square(outputs - target).mean(), outputs
+
+    @jax.jit
+    def compiled(parameters, *arrays):
         def step(state, _):
             parameters, moments = state
-            (value, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
+            (value, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(parameters, *arrays)
             updates, moments = rule.update(gradients, moments)
             return (optax.apply_updates(parameters, updates), moments), Run(outputs, gradients, value)
 
-        @jax.jit
-        def train(parameters):
-            _, steps = jax.lax.scan(step, (parameters, rule.init(parameters)), length=STEPS)
-            return Run(*jax.tree.map(lambda a: a[0], steps[:2]), steps.losses)
+        _, steps = jax.lax.scan(step, (parameters, rule.init(parameters)), length=STEPS)
+        return Run(*jax.tree.map(lambda a: a[0], steps[:2]), steps.losses)
 
-        return jax.tree.map(np.asarray, train(parameters))
+    def train(parameters, x, mask, target, counted, dtype="float32") -> Run:
+        with jax.enable_x64(dtype == "float64"):
+            parameters, x, target = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), dtype), (parameters, x, target))
+            return jax.tree.map(np.asarray, compiled(parameters, x, mask, target, counted))
+
+    return train
 
 
 def assert_alike(got: Run, library: Run, x64: Run) -> None:

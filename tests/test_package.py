@@ -42,7 +42,9 @@ def test_importing_jflash_needs_only_jax_and_numpy():
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"flax", "optax", "chex", "hypothesis", "jaxtyping", "beartype", "rich", "matplotlib"}:
+        if name.split(".")[0] in {
+            "flax", "equinox", "optax", "chex", "hypothesis", "jaxtyping", "beartype", "rich", "matplotlib",
+        }:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import jflash, jflash.reference, jflash.accuracy, jflash.machine_code
