@@ -40,7 +40,9 @@ def test_importing_jflash_needs_only_jax_and_numpy():
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in set("flax optax chex hypothesis jaxtyping beartype rich matplotlib platformdirs".split()):
+        if name.split(".")[0] in set(
+            "flax equinox optax orbax chex hypothesis jaxtyping beartype rich matplotlib platformdirs".split()
+        ):
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import jflash, jflash.reference, jflash.accuracy, jflash.machine_code
