@@ -43,9 +43,10 @@ class BlockSizes:
 
     def over(self, entry: Entry) -> Entry:
         """What was chosen here for the entry's kernel, and the rest from the entry."""
-        suffix = {"forward": "", "dkv": "_dkv", "dq": "_dq", "dscore": "_dkv", "delta": None}[entry.key.kernel]
-        if suffix is None:
+        kernel = entry.key.kernel
+        if kernel == "delta":
             return entry
+        suffix = {"forward": "", "dq": "_dq"}.get(kernel, "_dkv")
         chosen = {f.name: getattr(self, f.name + suffix) for f in dataclasses.fields(Launch)}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         if not chosen:
@@ -71,6 +72,13 @@ def default(key: Key) -> Entry:
     )
     _logger.debug("traced for %s: %s", kind or "no GPU", entry)
     return entry
+
+
+def kernels_of_keys(key: Key) -> tuple[str, ...]:
+    """What computes dk and dv: "dkv", or "dk" and "dv" where only for these the family's table has an entry."""
+    table = shipped(gpu.family(gpu.kind()))
+    has = lambda kernel: launch_table.large_enough_for(table, dataclasses.replace(key, kernel=kernel)) is not None
+    return ("dk", "dv") if not has("dkv") and has("dk") and has("dv") else ("dkv",)
 
 
 def rule(key: Key) -> Launch:

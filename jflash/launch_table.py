@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-KERNELS = ("forward", "delta", "dkv", "dq", "dscore")  # dscore is dbias and dargs
+# dkv is dk and dv in one kernel; dscore is dbias and dargs.
+KERNELS = ("forward", "delta", "dkv", "dk", "dv", "dq", "dscore")
 
 
 @dataclasses.dataclass(frozen=True)

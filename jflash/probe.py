@@ -72,10 +72,10 @@ def call(kernel: str, inputs: Inputs, launcher: Launcher) -> Any:
     """What one kernel computes. The score is Triton.prepared() and has the visits of this launch."""
     if kernel == "forward":
         return kernels.forward(inputs.q, inputs.k, inputs.v, inputs.score, launcher)
-    if kernel == "dkv":
-        return kernels.dkv(*inputs, launcher)
+    if kernel in kernels.PARTS:
+        return kernels.dkv(inputs, launcher, kernel)
     if kernel == "dq":
-        return kernels.dq(*inputs, launcher)
+        return kernels.dq(inputs, launcher)
     assert kernel == "dscore"
     dbias = kernels.dbias(inputs, launcher) if inputs.score.bias is not None else None
     return dbias, kernels.dargs(inputs, launcher) if any(inputs.score.differentiable_args) else None

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jflash.kernels.dkv import PARTS
 from jflash.launch_table import Key, Launch
 from jflash.probe import Built, Refused
 
@@ -37,9 +38,10 @@ def candidates(key: Key, default: Launch, shared_bytes: int) -> list[Launch]:
 
 def _may_fit(key: Key, launch: Launch, shared_bytes: int) -> bool:
     """A bound from below: what the loop loads ahead lies in shared memory, and sums and logits in registers."""
-    own, other = (launch.block_kv, launch.block_q) if key.kernel == "dkv" else (launch.block_q, launch.block_kv)
+    own, other = (launch.block_kv, launch.block_q) if key.kernel in PARTS else (launch.block_q, launch.block_kv)
     loaded = max(launch.num_stages - 1, 1) * other * (key.head_dim + key.v_dim) * key.bits // 8
-    width = {"forward": key.v_dim, "dq": key.head_dim, "dkv": key.head_dim + key.v_dim, "dscore": 0}[key.kernel]
+    sums = {"forward": (key.v_dim,), "dq": (key.head_dim,), "dk": (key.head_dim,), "dv": (key.v_dim,), "dscore": ()}
+    width = sum(sums.get(key.kernel, (key.head_dim, key.v_dim)))
     numbers = own * width + launch.block_q * launch.block_kv
     return loaded <= shared_bytes and numbers <= REGISTERS * 32 * launch.num_warps
 

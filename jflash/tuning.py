@@ -42,9 +42,10 @@ def launches(
     `implementation` is not looked at: "xla" and "naive" launch no kernel.
 
     Returns:
-      For each kernel ("forward", "delta", "dkv", "dq", and "dscore" for the gradients of bias and score_args) an Entry:
-      `launch` (tile sizes, warps, stages), `origin` ("measured", "machine code", "rule", or "block_sizes" for what the
-      caller chose), the `gpu`, `date` and `versions` that it was found with, and `table`, the file that it stands in.
+      For each kernel ("forward", "delta", "dkv" or "dk" and "dv", "dq", and "dscore" for the gradients of bias and
+      score_args) an Entry: `launch` (tile sizes, warps, stages), `origin` ("measured", "machine code", "rule", or
+      "block_sizes" for what the caller chose), the `gpu`, `date` and `versions` that it was found with, and `table`, the
+      file that it stands in.
 
     Raises:
       TypeError, ValueError: as attention() does, and where the kernels cannot do what is asked.
@@ -57,7 +58,7 @@ def launches(
     def trace(q, k, v, arrays):
         whole = [static if array is None else array for static, array in zip(statics, arrays, strict=True)]
         problem = _Problem.of(q, k, v, jax.tree.unflatten(structure, whole))
-        entries.update({kernel: problem.entry(kernel) for kernel in kernels.used(problem.score)})
+        entries.update({kernel: problem.entry(kernel) for kernel in problem.kernels})
 
     array = lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
     jax.eval_shape(trace, array(q), array(k), array(v), [None if known(leaf) else leaf for leaf in leaves])
@@ -84,7 +85,7 @@ def tune(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, minutes: float = 5.0, **op
       options: those of attention() but block_sizes and implementation; with bias or score_args, their gradients are tuned.
 
     Returns:
-      For each kernel that was tuned ("forward", "dkv", "dq", "dscore") its Entry, with the `launch` and the
+      For each kernel that was tuned ("forward", "dkv" or "dk" and "dv", "dq", "dscore") its Entry, with the `launch` and the
       `microseconds` that it takes.
 
     Raises:
@@ -104,7 +105,7 @@ def tune(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, minutes: float = 5.0, **op
 
     problem = _Problem.of(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), options)
     bench = Bench.of(*problem)
-    names = [kernel for kernel in kernels.used(problem.score) if kernel != "delta"]
+    names = [kernel for kernel in problem.kernels if kernel != "delta"]
     measured = {}
     with progress.shown() as say:
         search = Tuner(bench.build, time.perf_counter, say)
@@ -157,6 +158,10 @@ class _Problem(NamedTuple):
         if 0 in (q.size, k.size, v.size):
             raise ValueError(f"there is no launch to choose where q, k or v is empty, got {q.shape}, {k.shape}, {v.shape}")
         return cls(q, k, v, score, Triton(block_sizes or DEFAULTS, options.get("precision")))
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return kernels.used(self.q, self.v, self.score)
 
     def key(self, kernel: str) -> Key:
         return kernels.key_of(kernel, self.q, self.v, self.score)

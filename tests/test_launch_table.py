@@ -42,13 +42,24 @@ def entry(launch: int, **key) -> Entry:
 def test_shipped_tables_have_entries_for_every_call(family):
     table = blocks.shipped(family)
     assert {entry.origin for entry in table} <= {"machine code", "measured"}
-    for kernel in ("forward", "dkv", "dq"):
-        for bits in (16, 32):
-            widest = Key(kernel, bits, 256, 256, "general", 4096, 4096)
-            assert launch_table.large_enough_for(table, widest), (kernel, bits)
+    for bits in (16, 32):
+        widest = Key("forward", bits, 256, 256, "general", 4096, 4096)
+        has = lambda kernel, key=widest: launch_table.large_enough_for(table, dataclasses.replace(key, kernel=kernel))
+        assert has("forward")
+        assert has("dq")
+        assert has("dkv") or (has("dk") and has("dv"))
     for entry in table:
         assert entry.gpu
         assert gpu.family(GPUS[entry.gpu.lower()].kind) == family
+
+
+def test_dk_and_dv_are_apart_where_only_they_have_an_entry(monkeypatch):
+    table = tuple(entry(1, kernel=kernel, head_dim=d, v_dim=d) for kernel, d in (("dkv", 64), ("dk", 128), ("dv", 128)))
+    monkeypatch.setattr(blocks, "shipped", lambda family: table)
+    apart = lambda **key: blocks.kernels_of_keys(dataclasses.replace(KEY, kernel="dkv", **key))
+    assert apart() == ("dkv",)
+    assert apart(v_dim=80) == ("dk", "dv")
+    assert apart(v_dim=160) == ("dkv",), "by the rule"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -292,17 +292,18 @@ def test_the_bench_runs_what_attention_runs(monkeypatch):
     ids = jnp.repeat(jnp.arange(4), 10)[None].repeat(2, 0)
     options = {"causal": True, "segment_ids": ids, "score_fn": SCORE_FNS["alibi"]}
     bench = Bench.of(*tuning._Problem.of(q, k, v, {**options, **arrays})[:4], Triton(interpret=True))
-    for kernel in ("forward", "dkv", "dq", "dscore"):
+    for kernel in ("forward", "dkv", "dk", "dv", "dq", "dscore"):
         built = bench.build(kernel, Launch(32, 16, 4, 1))
         assert built.spill_bytes == 8
         built.run(2)
-    assert len(results) == 8, "two runs of each"
-    (o, _), (dk, dv), dq, (dbias, dargs) = results[::2]
+    assert len(results) == 12, "two runs of each"
+    (o, _), both, dk, dv, dq, (dbias, dargs) = results[::2]
+    chex.assert_trees_all_equal(both, dk | dv)
 
     fn = lambda q, k, v, arrays: jflash.attention(q, k, v, **options, **arrays, implementation="naive")
     expected_o, backward = jax.vjp(fn, q, k, v, arrays)
     expected = backward(bench.inputs.do)
-    got = dq, dk, dv, {"bias": dbias[0], "score_args": dargs}
+    got = dq, both["dk"], both["dv"], {"bias": dbias[0], "score_args": dargs}
     expected[3].pop("sinks")
     chex.assert_trees_all_close((o, got), (expected_o, expected), atol=1e-4)
 

@@ -10,10 +10,11 @@ from jax import Array, lax
 from jflash import blocks, launch_table, ranges, tile
 from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels.delta import delta
-from jflash.kernels.dkv import dkv
+from jflash.kernels.dkv import PARTS, dkv
 from jflash.kernels.dq import dq
-from jflash.kernels.dscore import Inputs, dargs, dbias
+from jflash.kernels.dscore import dargs, dbias
 from jflash.kernels.forward import forward
+from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
 from jflash.launch_table import Entry, Key
 from jflash.score import Score
@@ -54,19 +55,20 @@ class Triton:
             dscore = dscore.replace(sinks=tile.sinks_cotangent(score.sinks, lse, row_delta))
         score = self.prepared(score.replace(sinks=None), q, k, v)
 
-        launcher = self.launcher("dkv", q, v, score)
-        dk, dv = dkv(*arrays, with_visits("dkv", score, launcher), launcher)
-        launcher = self.launcher("dq", q, v, score)
-        dq_ = dq(*arrays, with_visits("dq", score, launcher), launcher)
-
-        if "dscore" in used(score):
-            launcher = self.launcher("dscore", q, v, score)
-            inputs = Inputs(*arrays, with_visits("dscore", score, launcher))
-            if score.bias is not None:
-                dscore = dscore.replace(bias=dbias(inputs, launcher))
-            if any(score.differentiable_args):
-                dscore = dscore.replace(args=dargs(inputs, launcher))
-        return dq_, dk, dv, dscore
+        grads: dict[str, Array] = {}
+        for kernel in used(q, v, score)[2:]:  # behind forward and delta
+            launcher = self.launcher(kernel, q, v, score)
+            inputs = Inputs(*arrays, with_visits(kernel, score, launcher))
+            if kernel in PARTS:
+                grads |= dkv(inputs, launcher, kernel)
+            elif kernel == "dq":
+                grads["dq"] = dq(inputs, launcher)
+            elif kernel == "dscore":
+                if score.bias is not None:
+                    dscore = dscore.replace(bias=dbias(inputs, launcher))
+                if any(score.differentiable_args):
+                    dscore = dscore.replace(args=dargs(inputs, launcher))
+        return grads["dq"], grads["dk"], grads["dv"], dscore
 
     def launcher(self, kernel: str, q: Array, v: Array, score: Score) -> Launcher:
         return Launcher(self.entry(kernel, q, v, score).launch, self.precision, self.interpret)
@@ -95,13 +97,13 @@ def key_of(kernel: str, q: Array, v: Array, score: Score) -> Key:
     return Key(kernel, 8 * q.dtype.itemsize, q.shape[-1], v.shape[-1], score.options_class, *lengths)
 
 
-def used(score: Score) -> tuple[str, ...]:
-    """The kernels that attention and its gradient launch for a score."""
-    of_arrays = score.bias is not None or any(score.differentiable_args)
-    return tuple(kernel for kernel in launch_table.KERNELS if kernel != "dscore" or of_arrays)
+def used(q: Array, v: Array, score: Score) -> tuple[str, ...]:
+    """The kernels that attention and its gradient launch, in their order."""
+    of_arrays = ("dscore",) if score.bias is not None or any(score.differentiable_args) else ()
+    return "forward", "delta", *blocks.kernels_of_keys(key_of("dkv", q, v, score)), "dq", *of_arrays
 
 
 def with_visits(kernel: str, score: Score, launcher: Launcher) -> Score:
     """`score` with what its segments leave of the tiles that a kernel visits."""
-    visits = ranges.with_q_visits if kernel == "dkv" else ranges.with_kv_visits
+    visits = ranges.with_q_visits if kernel in PARTS else ranges.with_kv_visits
     return visits(score, launcher.block_q, launcher.block_kv)

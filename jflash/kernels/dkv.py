@@ -1,8 +1,13 @@
-"""The dK/dV kernel: one program a kv tile of one kv head, with a loop over its query heads and the q tiles that see it."""
+"""The dK/dV kernel: one program a kv tile of one kv head, with a loop over its query heads and the q tiles that see it.
+
+Where head_dim is so large that the sums of dk and of dv do not fit into registers together, dk and dv are launched apart:
+five products a tile for four, which is less than a kernel loses that spills, or whose tiles are too small for wgmma.
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +16,20 @@ from jax.experimental import pallas as pl
 
 from jflash import numerics, ranges, tile
 from jflash.kernels import memory
+from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place, Vector
 from jflash.ranges import Span
-from jflash.score import Score
+
+PARTS = {"dkv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",)}  # what the kernels of these names compute
 
 
-def dkv(
-    q: Array, k: Array, v: Array, do: Array, lse2: Array, delta: Array, score: Score, launcher: Launcher
-) -> tuple[Array, Array]:
-    """(dk, dv), shaped like k and v. The heads of a group are summed in the float32 accumulator."""
+def dkv(inputs: Inputs, launcher: Launcher, kernel: str = "dkv") -> dict[str, Array]:
+    """{"dk": dk, "dv": dv}, shaped like k and v, or one of them; `kernel` is one of PARTS.
+
+    The heads of a group are summed in the float32 accumulator.
+    """
+    q, k, v = inputs[:3]
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads, v_dim = v.shape[1:]
     group = heads // kv_heads
@@ -28,36 +37,36 @@ def dkv(
     kv_head = lambda j, h, b: (b, h)
     keys = memory.matrix_spec(k, None, kv_head)
     values = memory.matrix_spec(v, None, kv_head)
-    return launcher.call(
-        functools.partial(_kernel, head_dim=head_dim, v_dim=v_dim, group=group),
+    specs = Inputs(
+        memory.matrix_spec(q, side_by_side, kv_head),
+        keys,
+        values,
+        memory.matrix_spec(inputs.do, side_by_side, kv_head),
+        memory.vector_spec(q_len, side_by_side, kv_head),
+        memory.vector_spec(q_len, side_by_side, kv_head),
+        memory.score_spec(inputs.score, side_by_side, kv_head, kv_head),
+    )
+    result = {"dk": (keys, k), "dv": (values, v)}
+    grads = launcher.call(
+        functools.partial(_kernel, widths={"dk": head_dim, "dv": v_dim}, group=group),
         grid=(pl.cdiv(kv_len, launcher.block_kv), kv_heads, batch),
-        in_specs=[
-            memory.matrix_spec(q, side_by_side, kv_head),
-            keys,
-            values,
-            memory.matrix_spec(do, side_by_side, kv_head),
-            memory.vector_spec(q_len, side_by_side, kv_head),
-            memory.vector_spec(q_len, side_by_side, kv_head),
-            memory.score_spec(score, side_by_side, kv_head, kv_head),
-        ],
-        out_specs=[keys, values],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-        name="jflash_dkv",
-    )(q, k, v, do, lse2, delta, score)
+        in_specs=[specs],
+        out_specs=[{part: result[part][0] for part in PARTS[kernel]}],
+        out_shape=[{part: jax.ShapeDtypeStruct(x.shape, x.dtype) for part, (_, x) in result.items() if part in PARTS[kernel]}],
+        name=f"jflash_{kernel}",
+    )(inputs)
+    return grads[0]
 
 
-def _kernel(
-    q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, score_ref, dk_ref, dv_ref, *,
-    head_dim: int, v_dim: int, group: int, launcher: Launcher,
-):  # fmt: skip
+def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: dict[str, int], group: int, launcher: Launcher):
     batch, kv_head = pl.program_id(2), pl.program_id(1)
-    score, arith = memory.score_at(score_ref, Place(batch, kv_head)), launcher.arithmetic
+    score, arith = memory.score_at(inputs.score, Place(batch, kv_head)), launcher.arithmetic
     cols = Span(pl.program_id(0) * launcher.block_kv, launcher.block_kv)
     seen = memory.seen_keys(score, Span(0, score.q_len), cols)
-    k, v = Matrix(k_ref, head_dim).load(cols, seen), Matrix(v_ref, v_dim).load(cols, seen)
+    head_dim, v_dim = widths["dk"], widths["dv"]
+    k, v = Matrix(inputs.k, head_dim).load(cols, seen), Matrix(inputs.v, v_dim).load(cols, seen)
 
     def visit(t, grads, masked):
-        dk, dv = grads
         i, head = (t, None) if group == 1 else (lax.div(t, group), lax.rem(t, group))
         rows = Span(i * launcher.block_q, launcher.block_q)
         # Keys run down and queries across: p and dqk then enter their products from registers, as they are.
@@ -65,20 +74,22 @@ def _kernel(
         tile_score, at = memory.tile_of(score, rows, cols, place, across=True)
         visible = tile_score.visible(at) if masked else None
         seeing = memory.seeing_queries(score, cols, rows, head=head) if masked else None
-        q, do = Matrix(q_ref, head_dim, head=head).load(rows, seeing), Matrix(do_ref, v_dim, head=head).load(rows, seeing)
-        lse2 = Vector(lse2_ref, head=head).load(rows, seeing, jnp.inf)  # p = 0 in a row that is not there
-        delta = Vector(delta_ref, head=head).load(rows, seeing, 0)
+        q = Matrix(inputs.q, head_dim, head=head).load(rows, seeing)
+        do = Matrix(inputs.do, v_dim, head=head).load(rows, seeing)
+        lse2 = Vector(inputs.lse2, head=head).load(rows, seeing, jnp.inf)  # p = 0 in a row that is not there
+        delta = Vector(inputs.delta, head=head).load(rows, seeing, 0)
         qk, dp = arith.inner(k, q), arith.inner(v, do)
         p, operands = tile.backward(qk, dp, lse2[None, :], delta[None, :], tile_score, at, visible, arith)
-        return numerics.add(dk, arith.combine(operands.qk, q)), numerics.add(dv, arith.combine(p, do))
+        factors = {"dk": (operands.qk, q), "dv": (p, do)}  # what only the other one needs, the compiler leaves out
+        return {part: numerics.add(grad, arith.combine(*factors[part])) for part, grad in grads.items()}
 
-    zeros = lambda width: tuple(jnp.zeros((cols.size, chunk), jnp.float32) for chunk in memory.chunks(width, q_ref.dtype))
-    grads = (zeros(head_dim), zeros(v_dim))
+    zeros = lambda width: tuple(jnp.zeros((cols.size, chunk), jnp.float32) for chunk in memory.chunks(width, inputs.q.dtype))
+    grads = {part: zeros(widths[part]) for part in grad_refs}
     # One loop over q tiles and, within each, the heads of the group: a loop around another would hold more in registers.
     for lo, hi, masked in ranges.q_tiles(score, cols, launcher.block_q).segments():
         grads = lax.fori_loop(lo * group, hi * group, functools.partial(visit, masked=masked), grads)
-    dk, dv = grads
     cols = launcher.again(cols)
     there = memory.inside(cols, score.kv_len)
-    Matrix(dk_ref, head_dim).store(cols, there, tuple(x * score.unit for x in dk))
-    Matrix(dv_ref, v_dim).store(cols, there, dv)
+    units = {"dk": score.unit, "dv": 1}
+    for part, ref in grad_refs.items():
+        Matrix(ref, widths[part]).store(cols, there, tuple(x * units[part] for x in grads[part]))

@@ -7,7 +7,7 @@ than one copy of it for each q tile (score_args).
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jflash import ranges, tile
 from jflash.kernels import memory
+from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place, Vector
 from jflash.numerics import larger, smaller
@@ -24,30 +25,11 @@ from jflash.ranges import Index, Span
 from jflash.score import Operands, Pairs, Score
 
 
-class Inputs(NamedTuple):
-    """What the logits and their cotangents are computed from: whole arrays, their block specs, or refs to them."""
-
-    q: Any
-    k: Any
-    v: Any
-    do: Any
-    lse2: Any
-    delta: Any
-    score: Any
-
-    @property
-    def specs(self) -> Inputs:
-        """Each program sees all of everything: which batch elements and heads it needs depends on the bias's shape."""
-        whole = lambda shape: pl.BlockSpec(shape, lambda *grid: (0,) * len(shape))
-        matrix = lambda x: whole((*x.shape[:3], sum(memory.chunks(x.shape[3], x.dtype))))
-        rest = jax.tree.map(lambda x: whole(x.shape), (self.lse2, self.delta, self.score))
-        return Inputs(*map(matrix, self[:4]), *rest)
-
-
 def dbias(inputs: Inputs, launcher: Launcher) -> Array:
     """The gradient of the bias, shaped like it.
 
-    One program a tile of it. A dimension that the bias has is cut into tiles; one that it lacks (size 1) is looped over.
+    One program a tile of it. A dimension that the bias has is cut into tiles; one that it lacks (size 1) is looped over, so
+    each program sees all arrays whole.
     """
     bias = inputs.score.bias
     counts = pl.cdiv(bias.shape[2], launcher.block_q), pl.cdiv(bias.shape[3], launcher.block_kv)
