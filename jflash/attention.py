@@ -188,6 +188,9 @@ class ByPlatform:
     triton: Triton
     elsewhere: Online
 
+    def for_parts(self) -> ByPlatform:
+        return ByPlatform(self.triton.for_parts(), self.elsewhere.for_parts())
+
     def forward(self, *args: Any) -> Any:
         return lax.platform_dependent(*args, cuda=self.triton.forward, default=self.elsewhere.forward)
 

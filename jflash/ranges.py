@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jflash import varying
 from jflash.numerics import known, larger, select, smaller
 from jflash.score import ONE_FOR_EACH, Pairs, Score
 
@@ -118,7 +119,9 @@ def with_reach(score: Score, q: Array, k: Array, v: Array) -> Score:
     seen = jax.ShapeDtypeStruct((k.shape[0], k.shape[2], k.shape[1]), jnp.int8)
     sees = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.int8)
     all_of_them = lambda: (jnp.ones(seen.shape, seen.dtype), jnp.ones(sees.shape, sees.dtype))
-    key_seen, query_sees = lax.cond(finite, all_of_them, lambda: _reach(score, seen, sees))
+    branches = all_of_them, lambda: _reach(score, seen, sees)
+    axes = varying.axes(q, k, v, score)
+    key_seen, query_sees = lax.cond(finite, *(lambda branch=branch: varying.over(axes, branch()) for branch in branches))
     return score.replace(key_seen=key_seen, query_sees=query_sees)
 
 
@@ -150,7 +153,7 @@ def _reach(score: Score, seen: jax.ShapeDtypeStruct, sees: jax.ShapeDtypeStruct)
         sees = lax.dynamic_update_slice_in_dim(sees, visible.any(axis=3).astype(sees.dtype), start, 2)
         return seen | by_group.any(axis=2).astype(seen.dtype), sees
 
-    zeros = jnp.zeros(seen.shape, seen.dtype), jnp.zeros(sees.shape, sees.dtype)
+    zeros = varying.over(varying.axes(score), (jnp.zeros(seen.shape, seen.dtype), jnp.zeros(sees.shape, sees.dtype)))
     return lax.fori_loop(0, len(starts), lambda n, reached: visit(starts[n], reached), zeros)
 
 

@@ -38,6 +38,10 @@ class Triton:
     blocks: BlockSizes = DEFAULTS
     precision: lax.PrecisionLike = None
     interpret: bool = False
+    partial: bool = False
+
+    def for_parts(self) -> Triton:
+        return dataclasses.replace(self, partial=True)
 
     def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
         launcher = self._launcher("forward", q, v, score)
@@ -71,7 +75,7 @@ class Triton:
         launch = blocks.default(kernel, q.dtype, max(q.shape[-1], v.shape[-1]), score.options_class)
         if kernel != "delta":
             launch = self.blocks.launch(kernel, launch)
-        return Launcher(launch, self.precision, self.interpret)
+        return Launcher(launch, self.precision, self.interpret, self.partial)
 
     def _prepared(self, score: Score, q: Array, k: Array, v: Array) -> Score:
         """`score` with what the kernels need besides: what is reached, and a mask that Pallas reads right.

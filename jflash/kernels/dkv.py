@@ -41,7 +41,7 @@ def dkv(
             memory.score_spec(score, side_by_side, kv_head, kv_head),
         ],
         out_specs=[keys, values],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, launcher.result_dtype(x.dtype)) for x in (k, v)],
         name="jflash_dkv",
     )(q, k, v, do, lse2, delta, score)
 
@@ -80,5 +80,5 @@ def _kernel(
     zeros = lambda width: tuple(jnp.zeros((cols.size, chunk), jnp.float32) for chunk in memory.chunks(width, q_ref.dtype))
     grads = (zeros(head_dim), zeros(v_dim))
     dk, dv = visit_head(None, grads) if group == 1 else lax.fori_loop(0, group, visit_head, grads)
-    Matrix(dk_ref, head_dim).store(cols, there, tuple(x * score.unit for x in dk))
-    Matrix(dv_ref, v_dim).store(cols, there, dv)
+    Matrix(dk_ref, head_dim, like=q_ref.dtype).store(cols, there, tuple(x * score.unit for x in dk))
+    Matrix(dv_ref, v_dim, like=q_ref.dtype).store(cols, there, dv)

@@ -38,7 +38,7 @@ def dq(q: Array, k: Array, v: Array, do: Array, lse2: Array, delta: Array, score
             memory.score_spec(score, None, q_head, kv_head),
         ],
         out_specs=[queries],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, launcher.result_dtype(q.dtype))],
         name="jflash_dq",
     )(q, k, v, do, lse2, delta, score)
     return dq
@@ -69,4 +69,4 @@ def _kernel(
     dq = tuple(jnp.zeros((rows.size, chunk), jnp.float32) for chunk in memory.chunks(head_dim, q_ref.dtype))
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
         dq = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), dq)
-    Matrix(dq_ref, head_dim).store(rows, there, tuple(x * score.unit for x in dq))
+    Matrix(dq_ref, head_dim, like=q_ref.dtype).store(rows, there, tuple(x * score.unit for x in dq))

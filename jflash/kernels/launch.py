@@ -9,9 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jflash import varying
 from jflash.blocks import Launch
 from jflash.kernels.ptx import PtxArithmetic
-from jflash.numerics import Arithmetic
+from jflash.numerics import Arithmetic, accumulator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Launcher:
     launch: Launch
     precision: lax.PrecisionLike = None
     interpret: bool = False
+    partial: bool = False
 
     @property
     def block_q(self) -> int:
@@ -33,15 +35,29 @@ class Launcher:
         """Inline assembly has no interpreter."""
         return Arithmetic(self.precision) if self.interpret else PtxArithmetic(self.precision)
 
+    def result_dtype(self, dtype):
+        """The dtype of o and of the gradients of operands of `dtype`; see Engine."""
+        return accumulator(dtype) if self.partial else dtype
+
     def call(self, kernel, *, grid, in_specs, out_specs, out_shape, name: str):
         """pl.pallas_call of `kernel(*refs, launcher=self)`."""
-        return pl.pallas_call(
-            functools.partial(kernel, launcher=self),
-            grid=grid,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            out_shape=out_shape,
-            interpret=self.interpret,
-            compiler_params=plgpu.CompilerParams(num_warps=self.launch.num_warps, num_stages=self.launch.num_stages),
-            name=name,
-        )
+
+        def launch(*operands):
+            axes = varying.axes(operands)
+            if axes and self.interpret:
+                raise ValueError(
+                    'implementation="interpret" must be in a jax.shard_map with check_vma=False: Pallas\'s interpreter does not '
+                    f"know the types of arrays that vary over {sorted(axes)}"
+                )
+            return pl.pallas_call(
+                functools.partial(kernel, launcher=self),
+                grid=grid,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                out_shape=[varying.shape_over(axes, x) for x in out_shape],
+                interpret=self.interpret,
+                compiler_params=plgpu.CompilerParams(num_warps=self.launch.num_warps, num_stages=self.launch.num_stages),
+                name=name,
+            )(*operands)
+
+        return launch
