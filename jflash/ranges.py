@@ -72,6 +72,13 @@ def q_tiles(score: Score, cols: Span, block_q: int) -> Tiles:
     return _tiles(score, score.query_bounds, cols, score.kv_len, score.keys, block_q)
 
 
+def anything_visible(score: Score) -> bool | Array:
+    """Whether any query of any batch element may see any key. False is certain; True says that nothing excludes it."""
+    everything = with_kv_visits(score, score.q_len, score.kv_len)
+    tiles = for_all(lambda score: kv_tiles(score, Span(0, score.q_len), score.kv_len), everything)
+    return tiles.lo < tiles.hi
+
+
 def with_kv_visits(score: Score, block_q: int, block_kv: int) -> Score:
     """`score` with what its segments leave of the kv tiles that each q tile must visit."""
     return _with_visits(score, (score.q_segments, block_q), (score.kv_segments, block_kv))

@@ -46,8 +46,8 @@ class Launcher:
             axes = varying.axes(operands)
             if axes and self.interpret:
                 raise ValueError(
-                    'implementation="interpret" must be in a jax.shard_map with check_vma=False: Pallas\'s interpreter does not '
-                    f"know the types of arrays that vary over {sorted(axes)}"
+                    'implementation="interpret" must be in a jax.shard_map with check_vma=False: Pallas, interpreted, does '
+                    f"not know the types of arrays that vary over {sorted(axes)}"
                 )
             return pl.pallas_call(
                 functools.partial(kernel, launcher=self),

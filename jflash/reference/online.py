@@ -70,7 +70,6 @@ class Online:
         """(dq, dk, dv, dscore). One loop over the tiles does for all of them, five products a tile."""
         layout = Layout.of(q, v, self.blocks.block_q_dkv, self.blocks.block_kv_dkv)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
-        row_delta = jax.vmap(jax.vmap(lambda o, do, lse, dlse: tile.delta((o,), (do,), lse, dlse), in_axes=(1, 1, 0, 0)))
         lse2, delta = row_delta(o, do, lse, dlse)
         dscore = score.only()
         if score.sinks is not None:
@@ -134,6 +133,12 @@ class Online:
 
     def _result(self, x: Array, dtype) -> Array:
         return x if self.partial else x.astype(dtype)
+
+
+def row_delta(o: Array, do: Array, lse: Array, dlse: Array) -> tuple[Array, Array]:
+    """(lse2, delta) `[batch, heads, q_len]`, see tile.delta."""
+    of_head = lambda o, do, lse, dlse: tile.delta((o,), (do,), lse, dlse)
+    return jax.vmap(jax.vmap(of_head, in_axes=(1, 1, 0, 0)))(o, do, lse, dlse)
 
 
 def _scattered(lookups, ds: tuple[Array, ...], score: Score) -> tuple[Array, ...]:
