@@ -261,12 +261,12 @@ def _ring_backward(ring: Ring, residuals, cotangents):
         arriving = ring.shift(dkeys)
         dq, more = see(steps - 1, keys, dq)
         dkeys = numerics.add(arriving, more)
-    dk, dv = zip(*ring.shift(dkeys, 1 - steps), strict=True)
     join = lambda chunks, x: jnp.concatenate(chunks, axis=1).astype(x.dtype)
+    dk, dv = ring.shift([join(chunks, x) for chunks, x in zip(zip(*dkeys, strict=True), (k, v), strict=True)], 1 - steps)
     dscore = score.only()
     if score.sinks is not None:
         dscore = dscore.replace(sinks=tile.sinks_cotangent(score.sinks, lse, row_delta(o, do, lse, dlse)[1]))
-    return join(dq, q), join(dk, k), join(dv, v), dscore
+    return join(dq, q), dk, dv, dscore
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

@@ -1,10 +1,13 @@
 """Settings that must stand before anything else runs."""
 
 import hypothesis
+import jax
 
 from jflash import machine_code
 
-machine_code.prepare()  # before JAX first looks for devices
+# Before JAX first looks for devices.
+machine_code.prepare()
+jax.config.update("jax_num_cpu_devices", 8)  # for what runs on several of them
 
 hypothesis.settings.register_profile("jflash", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("jflash")
