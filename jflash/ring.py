@@ -58,9 +58,12 @@ def ring_attention(
         fn = functools.partial(jflash.ring_attention, axis_name="ring", causal=True)
         o = jax.shard_map(fn, mesh=mesh, in_specs=(split, split, split), out_specs=split)(q, k, v)
 
-    Batch and heads may be split over other axes. Values and gradients are those of attention() on one device, up to
-    rounding; o and the gradients are summed in float32 and rounded once. On n devices keys take n steps, or as many as the
-    window needs, and a device skips the steps in which it would see nothing. Memory does not depend on n.
+    Batch and heads may be split over other axes, head_dim may not. Values and gradients are those of attention() on one
+    device, up to rounding; o and the gradients are summed in float32 and rounded once. On n devices keys take n steps, or as
+    many as the window needs, and a device skips the steps in which it would see nothing. Memory does not depend on n.
+
+    Only named axes are used, so a ring may span hosts: each process calls jax.distributed.initialize() before anything else of
+    JAX, makes the mesh of all devices (jax.make_mesh lays those of one host side by side), and runs the same program.
 
     The options are those of attention() that have a meaning for a share of the tokens. Those that speak of positions or
     pairs by number (q_offset, q_lengths, kv_lengths, mask, mask_fn, bias, score_fn, dropout) are not among them: padding and
@@ -278,14 +281,13 @@ def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array,
     o is `[batch, q_len, heads, v_dim]` and lse `[batch, heads, q_len]`; the weights of the two sum to one, and those of rows
     that have seen nothing are 0.
     """
-    lses = one[1], other[1]
-    largest = jnp.maximum(*lses)
+    (one_o, one_lse), (other_o, other_lse) = one, other
+    largest = jnp.maximum(one_lse, other_lse)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
-    weights = [jnp.exp(lse - largest) for lse in lses]
-    total = sum(weights)
-    of_rows = lambda x: x.swapaxes(1, 2)[..., None]
-    o = sum(of_rows(numerics.divide_or_zero(w, total)) * o for w, (o, _) in zip(weights, (one, other), strict=True))
-    return o, largest + jnp.log(total)
+    one_weight, other_weight = jnp.exp(one_lse - largest), jnp.exp(other_lse - largest)
+    total = one_weight + other_weight
+    share = lambda weight: numerics.divide_or_zero(weight, total).swapaxes(1, 2)[..., None]
+    return share(one_weight) * one_o + share(other_weight) * other_o, largest + jnp.log(total)
 
 
 # So that what is the same in several places of a program is traced once.

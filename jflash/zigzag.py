@@ -20,7 +20,8 @@ def zigzag(x: ArrayLike, size: int, axis: int = 1) -> Array | np.ndarray:
     zigzag order each has an early chunk and a late one, and at every step half of the pairs to compute.
 
     Whatever belongs to tokens is reordered alike: ids, targets, segments, and the positions of rotary embeddings, which are
-    `zigzag(jnp.arange(length), size, axis=0)`. Do it once, where batches are made, not in each layer.
+    `zigzag(jnp.arange(length), size, axis=0)`. Do it once, where batches are made, not in each layer; an array whose length is
+    split over an explicit mesh axis is made whole first (jax.reshard).
 
     Args:
       x: any array with a multiple of 2 * size tokens along `axis`. A numpy array gives a numpy array.

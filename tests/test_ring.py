@@ -29,14 +29,15 @@ from jflash.reference import Online
 from jflash.ring import Ring
 from jflash.score import Score
 
-QUICK = dict(block_sizes=SMALL_TILES)
+QUICK = {"block_sizes": SMALL_TILES}
+quick = pytest.mark.usefixtures("_quick")
 
 
-@pytest.fixture(autouse=True)
-def _quick(request):
+@pytest.fixture
+def _quick():
     """Compiling is what takes the time here."""
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", "optimized" not in request.keywords)
+    jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 
@@ -84,20 +85,20 @@ PLAIN = Case(64, 64, head_dim=16)
 MIXED = Case(
     64, 64, head_dim=16, v_dim=8, heads=4, causal=True, window=(20, None), segments="packed", sinks=True, softcap=3.0
 )  # fmt: skip
+GROUPED = Case(64, 64, head_dim=40, heads=4, causal=True, dtype="bfloat16")
 of = dataclasses.replace
 
 
+@quick
 @pytest.mark.parametrize(
     ("size", "order", "case"),
     [
-        (1, "contiguous", of(PLAIN, causal=True)),
-        (1, "zigzag", MIXED),
-        (2, "contiguous", of(PLAIN, dtype="float16", sinks=True)),
-        (2, "zigzag", of(PLAIN, dtype="bfloat16", heads=4, causal=True)),
+        (1, "contiguous", GROUPED),
+        (2, "zigzag", GROUPED),
+        (2, "contiguous", of(PLAIN, q_len=32, causal=True, window=(5, None))),  # queries that lie before their keys
         (4, "contiguous", MIXED),
         (4, "zigzag", MIXED),
-        (4, "contiguous", of(PLAIN, q_len=32, causal=True, window=(5, None))),  # queries that lie before their keys
-        (4, "zigzag", of(PLAIN, window=(9, 17), segments="unsorted")),
+        (4, "zigzag", of(PLAIN, window=(9, 17), segments="unsorted", dtype="float16")),
         (8, "contiguous", of(PLAIN, causal=True, dtype="bfloat16", values="large")),
         (8, "zigzag", of(PLAIN, kv_len=128, causal=True, scale=-0.4)),
     ],
@@ -107,19 +108,22 @@ def test_equals_one_device(size, order, case):
     judged(case, on_ring(case, mesh_of(ring=size), order, **QUICK))
 
 
+@quick
 @pytest.mark.parametrize(
     ("size", "order", "case"),
-    [(2, "zigzag", of(MIXED, head_dim=40, dtype="bfloat16")), (4, "contiguous", of(PLAIN, causal=True, heads=4))],
+    [(2, "zigzag", GROUPED), (4, "contiguous", MIXED)],
     ids=lambda value: value.name if isinstance(value, Case) else str(value),
 )
 def test_the_kernels_too(size, order, case):
     judged(case, on_ring(case, mesh_of(ring=size), order, implementation="interpret", check_vma=False, **QUICK))
 
 
+@quick
 def test_batch_and_heads_are_split_over_other_axes():
     judged(MIXED, on_ring(MIXED, mesh_of(data=2, ring=2, heads=2), "zigzag", batch="data", heads="heads", **QUICK))
 
 
+@quick
 def test_a_ring_over_two_axes_of_a_mesh_and_types_that_are_not_checked():
     mesh = mesh_of(hosts=2, ring=2)
     judged(MIXED, on_ring(MIXED, mesh, "contiguous", axis=("hosts", "ring"), check_vma=False, **QUICK))
@@ -166,6 +170,7 @@ class Counting(Online):
 COUNTS: collections.Counter = collections.Counter()
 
 
+@quick
 @pytest.mark.parametrize(
     ("order", "options", "expected"),
     [
@@ -350,7 +355,6 @@ needs_compiler = pytest.mark.skipif(bool(machine_code.missing_wheels()), reason=
 
 
 @needs_compiler
-@pytest.mark.optimized
 @pytest.mark.parametrize(("order", "causal"), [("contiguous", False), ("zigzag", True)])
 def test_transfers_run_beside_kernels_on_eight_h100s(order, causal):
     mesh = Mesh(np.array(machine_code.devices("h100", 8)), ("ring",))
