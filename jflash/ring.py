@@ -177,7 +177,7 @@ class Ring:
     def visits(self, score: Score, keys: tuple[Keys, ...], step: Any) -> Iterator[tuple[int, int, Score]]:
         """(a, b, what of the score holds between them) of each chunk a of queries and visiting chunk b that may meet."""
         device = lax.axis_index(self.axis)
-        source = lax.rem(device - step + self.size, self.size)
+        source = lax.rem(device - jnp.asarray(step, jnp.int32) + self.size, self.size)
         batch = keys[0].k.shape[0]
         for a, b in self.plan(score)[1]:
             part = self._part(score).replace(q_segments=self.cut(score.q_segments)[a], kv_segments=keys[b].segments)

@@ -357,10 +357,11 @@ needs_compiler = pytest.mark.skipif(bool(machine_code.missing_wheels()), reason=
 @needs_compiler
 @pytest.mark.parametrize(("order", "causal"), [("contiguous", False), ("zigzag", True)])
 def test_transfers_run_beside_kernels_on_eight_h100s(order, causal):
-    mesh = Mesh(np.array(machine_code.devices("h100", 8)), ("ring",))
-    x = jax.ShapeDtypeStruct((1, 8 * 2048, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "ring")))
+    shape = (1, 8) if order == "contiguous" else (2, 4)
+    mesh, split = Mesh(np.array(machine_code.devices("h100", 8)).reshape(shape), ("data", "ring")), P("data", "ring")
+    x = jax.ShapeDtypeStruct((2, 8 * 2048, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, split))
     fn = functools.partial(jflash.ring_attention, axis_name="ring", order=order, causal=causal)
-    mapped = jax.shard_map(fn, mesh=mesh, in_specs=P(None, "ring"), out_specs=P(None, "ring"))
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=split, out_specs=split)
 
     def forward_backward(q, k, v, do):
         o, pull = jax.vjp(mapped, q, k, v)
