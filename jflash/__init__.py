@@ -4,7 +4,7 @@ from jflash.alibi import alibi_slopes as alibi_slopes
 from jflash.attention import attention as attention
 from jflash.blocks import BlockSizes as BlockSizes
 from jflash.dropout import dropout_mask as dropout_mask
-from jflash.ring import ring_attention as ring_attention
+from jflash.ring_attention import ring_attention as ring_attention
 from jflash.score import Score as Score
 from jflash.zigzag import unzigzag as unzigzag
 from jflash.zigzag import zigzag as zigzag

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import importlib
 import itertools
 import pathlib
 import re
@@ -22,11 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 import jflash
 from jflash import accuracy, machine_code, ranges
-from jflash import ring as ring_module
 from jflash.cases import Case
 from jflash.kernels import Triton
 from jflash.reference import Online
-from jflash.ring import Ring
+from jflash.ring import Ring, merged
 from jflash.score import Score
 
 QUICK = {"block_sizes": SMALL_TILES}
@@ -182,7 +182,7 @@ COUNTS: collections.Counter = collections.Counter()
     ],
 )
 def test_what_would_see_nothing_is_skipped_and_zigzag_is_balanced(order, options, expected, monkeypatch):
-    monkeypatch.setattr(ring_module, "engine_of", lambda *_: Counting())
+    monkeypatch.setattr(importlib.import_module("jflash.ring_attention"), "engine_of", lambda *_: Counting())
     COUNTS.clear()
     options = dict(options)
     ids = jnp.repeat(jnp.arange(2), 16)[None] if options.pop("segments", False) else None
@@ -246,9 +246,9 @@ def test_merging_what_has_seen_nothing():
     some = normal(1, 3, 2, 4), normal(1, 2, 3)
     nothing = jnp.zeros((1, 3, 2, 4)), jnp.full((1, 2, 3), -jnp.inf)
     for one, other in ((some, nothing), (nothing, some)):
-        for got, want in zip(ring_module.merged(one, other), some, strict=True):
+        for got, want in zip(merged(one, other), some, strict=True):
             np.testing.assert_array_equal(got, want)
-    for got, want in zip(ring_module.merged(nothing, nothing), nothing, strict=True):
+    for got, want in zip(merged(nothing, nothing), nothing, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -313,7 +313,9 @@ def test_outside_of_shard_map():
         jflash.ring_attention(Q, Q, Q, axis_name="ring")
 
 
-@pytest.mark.parametrize(("spec", "dimension"), [(P(None, None, None, "other"), "head_dim"), (P(None, "other"), "length")])
+@pytest.mark.parametrize(
+    ("spec", "dimension"), [(P(None, "ring", None, "other"), "head_dim"), (P(None, ("ring", "other")), "length")]
+)
 def test_a_dimension_that_is_split_over_another_axis_as_well(spec, dimension):
     mesh = jax.make_mesh((2, 2), ("ring", "other"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     fn = functools.partial(jflash.ring_attention, axis_name="ring")
