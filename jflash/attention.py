@@ -159,10 +159,10 @@ def attention(
         kv_lengths=kv_lengths, mask=mask, mask_fn=mask_fn, scale=scale, softcap=softcap, bias=bias, score_fn=score_fn,
         score_args=score_args, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
     )  # fmt: skip
-    engine = _engine(implementation, block_sizes or DEFAULTS, precision, q, v)
+    engine = engine_of(implementation, block_sizes or DEFAULTS, precision, q, v)
 
     if q.size == 0 or k.size == 0 or v.size == 0:  # no query or no key: nothing to launch a kernel for
-        o, lse = _nothing(q, v, score)
+        o, lse = nothing(q, v, score)
     elif engine is None:
         o, lse = naive_attention(q, k, v, score, precision=precision)
     else:
@@ -171,7 +171,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def _nothing(q: Array, v: Array, score: Score) -> tuple[Array, Array]:
+def nothing(q: Array, v: Array, score: Score) -> tuple[Array, Array]:
     """(o, lse) of queries that see no key."""
     shape, dtype = (q.shape[0], q.shape[2], q.shape[1]), accumulator(q.dtype)
     sinks = jnp.float32(-jnp.inf) if score.sinks is None else score.sinks[:, None]
@@ -188,6 +188,9 @@ class ByPlatform:
     triton: Triton
     elsewhere: Online
 
+    def for_parts(self) -> ByPlatform:
+        return ByPlatform(self.triton.for_parts(), self.elsewhere.for_parts())
+
     def forward(self, *args: Any) -> Any:
         return lax.platform_dependent(*args, cuda=self.triton.forward, default=self.elsewhere.forward)
 
@@ -195,7 +198,7 @@ class ByPlatform:
         return lax.platform_dependent(*args, cuda=self.triton.backward, default=self.elsewhere.backward)
 
 
-def _engine(implementation: str | None, blocks: BlockSizes, precision, q: Array, v: Array) -> Engine | None:
+def engine_of(implementation: str | None, blocks: BlockSizes, precision, q: Array, v: Array) -> Engine | None:
     """The engine of an implementation; None for "naive", which is ordinary JAX."""
     if implementation is None:
         why_not = kernels.unsupported(q, v) or gpu.too_old()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jflash import varying
 from jflash.numerics import known, larger, select, smaller
 from jflash.score import ONE_FOR_EACH, Pairs, Score
 
@@ -71,6 +72,13 @@ def q_tiles(score: Score, cols: Span, block_q: int) -> Tiles:
     return _tiles(score, score.query_bounds, cols, score.kv_len, score.keys, block_q)
 
 
+def anything_visible(score: Score) -> bool | Array:
+    """Whether any query of any batch element may see any key. False is certain; True says that nothing excludes it."""
+    everything = with_kv_visits(score, score.q_len, score.kv_len)
+    tiles = for_all(lambda score: kv_tiles(score, Span(0, score.q_len), score.kv_len), everything)
+    return tiles.lo < tiles.hi
+
+
 def with_kv_visits(score: Score, block_q: int, block_kv: int) -> Score:
     """`score` with what its segments leave of the kv tiles that each q tile must visit."""
     return _with_visits(score, (score.q_segments, block_q), (score.kv_segments, block_kv))
@@ -117,7 +125,9 @@ def with_reach(score: Score, q: Array, k: Array, v: Array) -> Score:
     seen = jax.ShapeDtypeStruct((k.shape[0], k.shape[2], k.shape[1]), jnp.int8)
     sees = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.int8)
     all_of_them = lambda: (jnp.ones(seen.shape, seen.dtype), jnp.ones(sees.shape, sees.dtype))
-    key_seen, query_sees = lax.cond(finite, all_of_them, lambda: _reach(score, seen, sees))
+    branches = all_of_them, lambda: _reach(score, seen, sees)
+    axes = varying.axes(q, k, v, score)
+    key_seen, query_sees = lax.cond(finite, *(lambda branch=branch: varying.over(axes, branch()) for branch in branches))
     return score.replace(key_seen=key_seen, query_sees=query_sees)
 
 
@@ -149,7 +159,7 @@ def _reach(score: Score, seen: jax.ShapeDtypeStruct, sees: jax.ShapeDtypeStruct)
         sees = lax.dynamic_update_slice_in_dim(sees, visible.any(axis=3).astype(sees.dtype), start, 2)
         return seen | by_group.any(axis=2).astype(seen.dtype), sees
 
-    zeros = jnp.zeros(seen.shape, seen.dtype), jnp.zeros(sees.shape, sees.dtype)
+    zeros = varying.over(varying.axes(score), (jnp.zeros(seen.shape, seen.dtype), jnp.zeros(sees.shape, sees.dtype)))
     return lax.fori_loop(0, len(starts), lambda n, reached: visit(starts[n], reached), zeros)
 
 

@@ -9,11 +9,19 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from jflash import varying
 from jflash.score import Score
 
 
 class Engine(Protocol):
     """Something that computes attention and its gradient. Hashable: it is a static argument of custom_vjp."""
+
+    def for_parts(self) -> Engine:
+        """The same engine, but o, dq, dk and dv stay in the dtype that they are summed in, float32 (float64 for float64).
+
+        For one who sums them over several calls, each with a part of the keys: that rounds once, at the end.
+        """
+        ...
 
     def forward(self, q: Array, k: Array, v: Array, score: Score, /) -> tuple[Array, Array]:
         """(o, lse)"""
@@ -26,9 +34,13 @@ class Engine(Protocol):
         ...
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(engine: Engine, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
     """(o, lse), both differentiable in q, k, v and the floating-point leaves of the score."""
+    return _attend(engine, *varying.alike(q, k, v, score))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(engine: Engine, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
     return engine.forward(q, k, v, score)
 
 
@@ -43,4 +55,4 @@ def _backward(engine: Engine, residuals, cotangents):
     return engine.backward(*residuals, *cotangents)
 
 
-attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)

@@ -3,11 +3,15 @@
 import os
 
 import hypothesis
+import jax
 
 from jflash import machine_code
 
-machine_code.prepare()  # before JAX first looks for devices
 os.environ["JFLASH_CACHE_DIR"] = os.devnull  # nothing that was tuned on this machine
+
+# Before JAX first looks for devices.
+machine_code.prepare()
+jax.config.update("jax_num_cpu_devices", 8)  # for what runs on several of them
 
 hypothesis.settings.register_profile("jflash", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("jflash")

@@ -40,6 +40,10 @@ class Triton:
     blocks: BlockSizes = DEFAULTS
     precision: lax.PrecisionLike = None
     interpret: bool = False
+    partial: bool = False
+
+    def for_parts(self) -> Triton:
+        return dataclasses.replace(self, partial=True)
 
     def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
         launcher = self.launcher("forward", q, v, score)
@@ -71,7 +75,7 @@ class Triton:
         return grads["dq"], grads["dk"], grads["dv"], dscore
 
     def launcher(self, kernel: str, q: Array, v: Array, score: Score) -> Launcher:
-        return Launcher(self.entry(kernel, q, v, score).launch, self.precision, self.interpret)
+        return Launcher(self.entry(kernel, q, v, score).launch, self.precision, self.interpret, self.partial)
 
     def entry(self, kernel: str, q: Array, v: Array, score: Score) -> Entry:
         """How a kernel is launched, and why so."""

@@ -46,13 +46,13 @@ def dkv(inputs: Inputs, launcher: Launcher, kernel: str = "dkv") -> dict[str, Ar
         memory.vector_spec(q_len, side_by_side, kv_head),
         memory.score_spec(inputs.score, side_by_side, kv_head, kv_head),
     )
-    result = {"dk": (keys, k), "dv": (values, v)}
+    result, dtype = {"dk": (keys, k), "dv": (values, v)}, launcher.result_dtype(k.dtype)
     grads = launcher.call(
         functools.partial(_kernel, widths={"dk": head_dim, "dv": v_dim}, group=group),
         grid=(pl.cdiv(kv_len, launcher.block_kv), kv_heads, batch),
         in_specs=[specs],
         out_specs=[{part: result[part][0] for part in PARTS[kernel]}],
-        out_shape=[{part: jax.ShapeDtypeStruct(x.shape, x.dtype) for part, (_, x) in result.items() if part in PARTS[kernel]}],
+        out_shape=[{part: jax.ShapeDtypeStruct(result[part][1].shape, dtype) for part in PARTS[kernel]}],
         name=f"jflash_{kernel}",
     )(inputs)
     return grads[0]
@@ -92,4 +92,4 @@ def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: dict[str, int]
     there = memory.inside(cols, score.kv_len)
     units = {"dk": score.unit, "dv": 1}
     for part, ref in grad_refs.items():
-        Matrix(ref, widths[part]).store(cols, there, tuple(x * units[part] for x in grads[part]))
+        Matrix(ref, widths[part], like=inputs.k.dtype).store(cols, there, tuple(x * units[part] for x in grads[part]))

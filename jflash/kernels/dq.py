@@ -40,7 +40,7 @@ def dq(inputs: Inputs, launcher: Launcher) -> Array:
         grid=(pl.cdiv(q_len, launcher.block_q), heads, batch),
         in_specs=[specs],
         out_specs=[queries],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, launcher.result_dtype(q.dtype))],
         name="jflash_dq",
     )(inputs)
     return dq
@@ -70,4 +70,5 @@ def _kernel(inputs: Inputs, dq_ref, *, head_dim: int, v_dim: int, launcher: Laun
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
         dq = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), dq)
     rows = launcher.again(rows)
-    Matrix(dq_ref, head_dim).store(rows, memory.inside(rows, score.q_len), tuple(x * score.unit for x in dq))
+    there = memory.inside(rows, score.q_len)
+    Matrix(dq_ref, head_dim, like=inputs.q.dtype).store(rows, there, tuple(x * score.unit for x in dq))

@@ -18,11 +18,11 @@ from jflash.score import Score
 
 
 def forward(q: Array, k: Array, v: Array, score: Score, launcher: Launcher) -> tuple[Array, Array]:
-    """(o, lse) of q, k, v: o `[batch, q_len, heads, v_dim]` like q, lse float32 `[batch, heads, q_len]`, natural."""
+    """(o, lse) of q, k, v: o `[batch, q_len, heads, v_dim]`, lse float32 `[batch, heads, q_len]`, natural."""
     batch, q_len, heads, head_dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     group = heads // kv_heads
-    o = jax.ShapeDtypeStruct((batch, q_len, heads, v_dim), q.dtype)
+    o = jax.ShapeDtypeStruct((batch, q_len, heads, v_dim), launcher.result_dtype(q.dtype))
     q_head = lambda i, h, b: (b, h)
     kv_head = lambda i, h, b: (b, h // group)
     return launcher.call(
@@ -61,5 +61,5 @@ def _kernel(q_ref, k_ref, v_ref, score_ref, o_ref, lse_ref, *, head_dim: int, v_
     o, lse = tile.finish(state, score)
     rows = launcher.again(rows)
     there = memory.inside(rows, score.q_len)
-    Matrix(o_ref, v_dim).store(rows, there, o)
+    Matrix(o_ref, v_dim, like=v_ref.dtype).store(rows, there, o)
     Vector(lse_ref).store(rows, there, lse)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jflash import varying
 from jflash.blocks import Launch
 from jflash.kernels.ptx import PtxArithmetic, unknown
-from jflash.numerics import Arithmetic
+from jflash.numerics import Arithmetic, accumulator
 from jflash.ranges import Span
 
 
@@ -20,6 +22,7 @@ class Launcher:
     launch: Launch
     precision: lax.PrecisionLike = None
     interpret: bool = False
+    partial: bool = False
 
     @property
     def block_q(self) -> int:
@@ -41,15 +44,29 @@ class Launcher:
         """
         return span if self.interpret else Span(unknown(span.start), span.size)
 
+    def result_dtype(self, dtype):
+        """The dtype of o and of the gradients of operands of `dtype`; see Engine."""
+        return accumulator(dtype) if self.partial else dtype
+
     def call(self, kernel, *, grid, in_specs, out_specs, out_shape, name: str):
         """pl.pallas_call of `kernel(*refs, launcher=self)`."""
-        return pl.pallas_call(
-            functools.partial(kernel, launcher=self),
-            grid=grid,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            out_shape=out_shape,
-            interpret=self.interpret,
-            compiler_params=plgpu.CompilerParams(num_warps=self.launch.num_warps, num_stages=self.launch.num_stages),
-            name=name,
-        )
+
+        def launch(*operands):
+            axes = varying.axes(operands)
+            if axes and self.interpret:
+                raise ValueError(
+                    'implementation="interpret" must be in a jax.shard_map with check_vma=False: Pallas, interpreted, does '
+                    f"not know the types of arrays that vary over {sorted(axes)}"
+                )
+            return pl.pallas_call(
+                functools.partial(kernel, launcher=self),
+                grid=grid,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                out_shape=jax.tree.map(lambda x: varying.shape_over(axes, x), out_shape),
+                interpret=self.interpret,
+                compiler_params=plgpu.CompilerParams(num_warps=self.launch.num_warps, num_stages=self.launch.num_stages),
+                name=name,
+            )(*operands)
+
+        return launch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -191,11 +191,12 @@ class Matrix:
     width: int
     batch: Index | None = None  # which of the ref's batch elements and heads, where it holds several
     head: Index | None = None
+    like: Any = None  # the dtype by which it is cut into chunks, where that is not the ref's own
 
     def _pieces(self, rows: Span, keep: Array | None):
         """(view of the ref, mask or None, chunk size) of each chunk."""
         start = 0
-        for size in chunks(self.width, self.ref.dtype):
+        for size in chunks(self.width, self.like or self.ref.dtype):
             index = (self.batch, _slice(rows), self.head, pl.ds(lax.full((), start, jnp.int32), size))
             view = self.ref.at[tuple(x for x in index if x is not None)]
             mask = None if keep is None else jnp.broadcast_to(keep[:, None], (rows.size, size))

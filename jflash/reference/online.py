@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jflash import numerics, ranges, tile
+from jflash import numerics, ranges, tile, varying
 from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.numerics import Arithmetic
 from jflash.ranges import Span
@@ -32,12 +32,17 @@ class Online:
 
     blocks: BlockSizes = DEFAULTS
     precision: lax.PrecisionLike = None
+    partial: bool = False
+
+    def for_parts(self) -> Online:
+        return dataclasses.replace(self, partial=True)
 
     def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
         layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)
         score = layout.cut_score(ranges.with_kv_visits(score, layout.block_q, layout.block_kv))
         k_tiles, v_tiles = layout.cut_keys(k), layout.cut_keys(v)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
+        axes = varying.axes(q, k, v, score)
 
         def visit(j, state, q, i, masked):
             def one(state, q, k, v, score, at):
@@ -49,12 +54,12 @@ class Online:
 
         def row_of_tiles(x):
             i, q = x
-            state = layout.start(score, v.shape[-1], dtype)
+            state = varying.over(axes, layout.start(score, v.shape[-1], dtype))
             tiles = ranges.for_all(lambda score: ranges.kv_tiles(score, layout.row_span(i), layout.block_kv), score)
             for lo, hi, masked in tiles.segments():
                 state = lax.fori_loop(lo, hi, functools.partial(visit, q=q, i=i, masked=masked), state)
             (o,), lse = jax.vmap(jax.vmap(functools.partial(tile.finish, score=score)))(state)
-            return o.astype(q.dtype), lse
+            return self._result(o, q.dtype), lse
 
         o, lse = lax.map(row_of_tiles, (jnp.arange(layout.q_count, dtype=jnp.int32), layout.cut_queries(q)))
         return layout.join_queries(o), layout.join_rows(lse)
@@ -65,7 +70,6 @@ class Online:
         """(dq, dk, dv, dscore). One loop over the tiles does for all of them, five products a tile."""
         layout = Layout.of(q, v, self.blocks.block_q_dkv, self.blocks.block_kv_dkv)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
-        row_delta = jax.vmap(jax.vmap(lambda o, do, lse, dlse: tile.delta((o,), (do,), lse, dlse), in_axes=(1, 1, 0, 0)))
         lse2, delta = row_delta(o, do, lse, dlse)
         dscore = score.only()
         if score.sinks is not None:
@@ -102,28 +106,39 @@ class Online:
         def column_of_tiles(totals, x):
             dq_tiles, dbias, dargs = totals
             j, k, v = x
-            zeros_across = lambda x: jnp.zeros((*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype)
+            zeros_across = lambda x: zeros((*x.shape[:-2], x.shape[-1], x.shape[-2]))
             grads = dq_tiles, zeros_across(k), zeros_across(v), dbias, dargs
             tiles = ranges.for_all(lambda score: ranges.q_tiles(score, layout.col_span(j), layout.block_q), score)
             for lo, hi, masked in tiles.segments():
                 grads = lax.fori_loop(lo, hi, functools.partial(visit, k=k, v=v, j=j, masked=masked), grads)
             dq_tiles, dk, dv, dbias, dargs = grads
             dk, dv = dk.swapaxes(-1, -2), dv.swapaxes(-1, -2)
-            return (dq_tiles, dbias, dargs), ((dk * score.unit).astype(k.dtype), dv.astype(v.dtype))
+            return (dq_tiles, dbias, dargs), (self._result(dk * score.unit, k.dtype), self._result(dv, v.dtype))
 
+        axes = varying.axes(q, k, v, score, do, dlse)
+        zeros = lambda shape: varying.over(axes, jnp.zeros(shape, dtype))
         floating = [n for n, yes in enumerate(score.differentiable_args) if yes]
-        dbias = None if score.bias is None else jnp.zeros(score.bias.shape, dtype)
-        dargs = tuple(jnp.zeros(score.args[n].shape, dtype) for n in floating)
+        dbias = None if score.bias is None else zeros(score.bias.shape)
+        dargs = tuple(zeros(score.args[n].shape) for n in floating)
         columns = jnp.arange(layout.kv_count, dtype=jnp.int32), layout.cut_keys(k), layout.cut_keys(v)
-        totals = jnp.zeros(q_tiles.shape, dtype), dbias, dargs
+        totals = zeros(q_tiles.shape), dbias, dargs
         (dq_tiles, dbias, dargs), (dk, dv) = lax.scan(column_of_tiles, totals, columns)
         if dbias is not None:
             dscore = dscore.replace(bias=layout.join_pairs(dbias, whole_score.bias))
         if floating:
             of = dict(zip(floating, dargs, strict=True))
             dscore = dscore.replace(args=tuple(of[n].astype(x.dtype) if n in of else None for n, x in enumerate(score.args)))
-        dq = layout.join_queries((dq_tiles * score.unit).astype(q.dtype))
+        dq = layout.join_queries(self._result(dq_tiles * score.unit, q.dtype))
         return dq, layout.join_keys(dk), layout.join_keys(dv), dscore
+
+    def _result(self, x: Array, dtype) -> Array:
+        return x if self.partial else x.astype(dtype)
+
+
+def row_delta(o: Array, do: Array, lse: Array, dlse: Array) -> tuple[Array, Array]:
+    """(lse2, delta) `[batch, heads, q_len]`, see tile.delta."""
+    of_head = lambda o, do, lse, dlse: tile.delta((o,), (do,), lse, dlse)
+    return jax.vmap(jax.vmap(of_head, in_axes=(1, 1, 0, 0)))(o, do, lse, dlse)
 
 
 def _scattered(lookups, ds: tuple[Array, ...], score: Score) -> tuple[Array, ...]:
