@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jflash.blocks import Launch
 from jflash.kernels.ptx import PtxArithmetic
-from jflash.numerics import Arithmetic
+from jflash.numerics import Arithmetic, known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,11 @@ class Launcher:
 
     def call(self, kernel, *, grid, in_specs, out_specs, out_shape, name: str):
         """pl.pallas_call of `kernel(*refs, launcher=self)`."""
+        if not known(*grid):
+            raise ValueError(
+                f"the Triton kernels take shapes that are known where they are lowered, got a grid of {grid}: export it with a "
+                'batch that is, or with implementation="xla"'
+            )
         return pl.pallas_call(
             functools.partial(kernel, launcher=self),
             grid=grid,

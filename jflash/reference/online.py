@@ -154,7 +154,8 @@ class Layout(NamedTuple):
     def of(cls, q: Array, v: Array, block_q: int | None, block_kv: int | None) -> Layout:
         batch, q_len, heads, _ = q.shape
         _, kv_len, kv_heads, _ = v.shape
-        block = 1 << max(6, min(9, int(math.log2(TILE_ELEMENTS / (batch * heads)) / 2)))
+        at_once = batch * heads if numerics.known(batch) else heads  # the batch may be a symbol of jax.export
+        block = 1 << max(6, min(9, int(math.log2(TILE_ELEMENTS / at_once) / 2)))
         block_q, block_kv = block_q or _even(q_len, block), block_kv or _even(kv_len, block)
         return cls(batch, q_len, kv_len, block_q, block_kv, kv_heads, heads // kv_heads)
 
@@ -202,9 +203,9 @@ class Layout(NamedTuple):
             rows = jnp.repeat(self.row_span(i).indices(), self.group)
             return fn(*arrays, score, Pairs(b, h, rows[:, None], self.col_span(j).indices()[None, :]))
 
-        of_head = lambda b, c, score, *arrays: one(b, c, score.replace(args=own.args), *arrays)
+        of_head = lambda b, c, score, *arrays: one(b, c, score.replace(args=own.args, first=own.first), *arrays)
         of_batch = lambda b, *xs: jax.vmap(functools.partial(of_head, b))(jnp.arange(self.kv_heads, dtype=jnp.int32), *xs)
-        leaves = own.replace(args=())
+        leaves = own.replace(args=(), first=None)
         return lambda *arrays: jax.vmap(of_batch)(jnp.arange(self.batch, dtype=jnp.int32), leaves, *arrays)
 
     def _tile_of(self, score: Score, i, j) -> Score:
@@ -228,7 +229,7 @@ class Layout(NamedTuple):
             if name == "dropout_keys":
                 words = x[..., 0], x[..., 1]
                 return words if self.group == 1 else tuple(jax.vmap(self._one_for_each_row)(w)[..., None] for w in words)
-            return x if name == "args" else None
+            return x if name in ("args", "first") else None
 
         return score.map_leaves(read)
 
