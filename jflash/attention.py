@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
@@ -18,6 +16,7 @@ from jflash.arguments import MaskFn, Options, ScoreFn
 from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels import Triton
 from jflash.numerics import accumulator
+from jflash.partition import Everywhere
 from jflash.reference import Online, naive_attention
 from jflash.score import Score
 from jflash.vjp import Engine, attend
@@ -166,7 +165,7 @@ def attention(
     elif engine is None:
         o, lse = naive_attention(q, k, v, score, precision=precision)
     else:
-        o, lse = _attend(engine, q, k, v, score)
+        o, lse = attend(engine, q, k, v, score)
     o, lse = (o, lse) if batched else (o[0], lse[0])
     return (o, lse) if return_lse else o
 
@@ -178,35 +177,15 @@ def nothing(q: Array, v: Array, score: Score) -> tuple[Array, Array]:
     return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.broadcast_to(sinks.astype(dtype), shape)
 
 
-_attend = jax.jit(attend, static_argnums=0)  # so that a call outside of jit compiles once, not operation by operation
-
-
-@dataclasses.dataclass(frozen=True)
-class ByPlatform:
-    """The engine of implementation=None: the platform decides when the program is lowered, not when it is traced."""
-
-    triton: Triton
-    elsewhere: Online
-
-    def for_parts(self) -> ByPlatform:
-        return ByPlatform(self.triton.for_parts(), self.elsewhere.for_parts())
-
-    def forward(self, *args: Any) -> Any:
-        return lax.platform_dependent(*args, cuda=self.triton.forward, default=self.elsewhere.forward)
-
-    def backward(self, *args: Any) -> Any:
-        return lax.platform_dependent(*args, cuda=self.triton.backward, default=self.elsewhere.backward)
-
-
 def engine_of(implementation: str | None, blocks: BlockSizes, precision, q: Array, v: Array) -> Engine | None:
     """The engine of an implementation; None for "naive", which is ordinary JAX."""
     if implementation is None:
         why_not = kernels.unsupported(q, v) or gpu.too_old()
         if why_not is None:
-            return ByPlatform(Triton(blocks, precision), Online(blocks, precision))
+            return Everywhere(Triton(blocks, precision), Online(blocks, precision))
         if gpu.is_default():
             _log_once(why_not)
-        return Online(blocks, precision)
+        return _everywhere(Online(blocks, precision))
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation in ("triton", "interpret") and (why_not := kernels.unsupported(q, v)):
@@ -215,8 +194,12 @@ def engine_of(implementation: str | None, blocks: BlockSizes, precision, q: Arra
     if implementation == "naive":
         return None
     if implementation == "xla":
-        return Online(blocks, precision)
-    return Triton(blocks, precision, interpret=implementation == "interpret")
+        return _everywhere(Online(blocks, precision))
+    return _everywhere(Triton(blocks, precision, interpret=implementation == "interpret"))
+
+
+def _everywhere(engine: Engine) -> Everywhere:
+    return Everywhere(engine, engine)
 
 
 @functools.cache

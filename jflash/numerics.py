@@ -26,6 +26,11 @@ def accumulator(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def result_dtype(dtype, partial: bool):
+    """The dtype of o and of gradients: that of the operands, or of sums where `partial` says that they are yet to be added."""
+    return accumulator(dtype) if partial else dtype
+
+
 def reference_point(m: Array, slope: float) -> tuple[Array, Array]:
     """(m, slope) of each row with which a logit x has the weight exp2(slope * x - slope * m).
 

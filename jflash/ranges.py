@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jflash import varying
 from jflash.numerics import known, larger, select, smaller
 from jflash.score import ONE_FOR_EACH, Pairs, Score
 
@@ -125,9 +124,7 @@ def with_reach(score: Score, q: Array, k: Array, v: Array) -> Score:
     seen = jax.ShapeDtypeStruct((k.shape[0], k.shape[2], k.shape[1]), jnp.int8)
     sees = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.int8)
     all_of_them = lambda: (jnp.ones(seen.shape, seen.dtype), jnp.ones(sees.shape, sees.dtype))
-    branches = all_of_them, lambda: _reach(score, seen, sees)
-    axes = varying.axes(q, k, v, score)
-    key_seen, query_sees = lax.cond(finite, *(lambda branch=branch: varying.over(axes, branch()) for branch in branches))
+    key_seen, query_sees = lax.cond(finite, all_of_them, lambda: _reach(score, seen, sees))
     return score.replace(key_seen=key_seen, query_sees=query_sees)
 
 
@@ -151,7 +148,7 @@ def _reach(score: Score, seen: jax.ShapeDtypeStruct, sees: jax.ShapeDtypeStruct)
     def visit(start, reached):
         seen, sees = reached
         rows = start + lax.iota(jnp.int32, count)
-        these = score.only(*ONE_FOR_EACH, "q_segments", "kv_segments", "mask")
+        these = score.only(*ONE_FOR_EACH, "q_segments", "kv_segments", "mask", "first")
         these = these.map_leaves(lambda name, x: leaf_of(name, x, start))
         at = Pairs(b[:, None, None, None], h[None, :, None, None], rows[:, None], j)
         visible = jnp.broadcast_to(these.visible(at), (batch, heads, count, score.kv_len))
@@ -159,7 +156,7 @@ def _reach(score: Score, seen: jax.ShapeDtypeStruct, sees: jax.ShapeDtypeStruct)
         sees = lax.dynamic_update_slice_in_dim(sees, visible.any(axis=3).astype(sees.dtype), start, 2)
         return seen | by_group.any(axis=2).astype(seen.dtype), sees
 
-    zeros = varying.over(varying.axes(score), (jnp.zeros(seen.shape, seen.dtype), jnp.zeros(sees.shape, sees.dtype)))
+    zeros = jnp.zeros(seen.shape, seen.dtype), jnp.zeros(sees.shape, sees.dtype)
     return lax.fori_loop(0, len(starts), lambda n, reached: visit(starts[n], reached), zeros)
 
 

@@ -86,6 +86,8 @@ class Score:
     # One for each head: float [heads], and uint32 [batch, heads, 2].
     sinks: Any = None
     dropout_keys: Any = None
+    # Which batch element and head are the first of this part of a sharded whole: int32 [2]. For functions only.
+    first: Any = None
     # What score_fn reads, flattened.
     args: tuple[Any, ...] = ()
 
@@ -213,7 +215,7 @@ class Score:
         if self.mask is not None:
             seen = seen & self.mask
         if self.mask_fn is not None:
-            seen = seen & self.mask_fn(at.b, at.h, at.i + self.offset, at.j)
+            seen = seen & self.mask_fn(*self._arguments(at))
         return seen
 
     # ------------------------------------------------------------------------------------------- what is its logit?
@@ -279,7 +281,12 @@ class Score:
         assert self.score_fn
         reads = [lambda index, arg=arg: read(arg, index) for arg in range(len(self.arg_shapes))]
         args = _tables(self.arg_shapes, reads)
-        return self.score_fn(s, at.b, at.h, at.i + self.offset, at.j, *args)
+        return self.score_fn(s, *self._arguments(at), *args)
+
+    def _arguments(self, at: Pairs) -> Pairs:
+        """What a function is told of its pairs: batch element and head of the whole, and positions."""
+        b, h = (at.b, at.h) if self.first is None else (at.b + self.first[0], at.h + self.first[1])
+        return Pairs(b, h, at.i + self.offset, at.j)
 
     # ------------------------------------------------------------------------------------------- is it kept?
 

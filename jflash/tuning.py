@@ -15,9 +15,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jflash import arguments, gpu, kernels, machine_code, progress, tuner, user_cache
+from jflash import arguments, gpu, kernels, machine_code, progress, tuner, user_cache, vjp
 from jflash.arguments import Options, ScoreOptions
-from jflash.attention import _attend
 from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels import Triton
 from jflash.launch_table import Entry, Key
@@ -126,7 +125,7 @@ def tune(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, minutes: float = 5.0, **op
             )
     path = user_cache.keep(target.kind, measured.values())
     # Or else calls outside of jit would go on with what they were traced with.
-    _attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    vjp.attend_jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     return {kernel: dataclasses.replace(entry, table=str(path)) for kernel, entry in measured.items()}
 
 

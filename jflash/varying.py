@@ -34,9 +34,9 @@ def alike(*trees: Any) -> tuple[Any, ...]:
     return over(axes(trees), trees)
 
 
-def shape_over(axes: frozenset, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The type of an array like x that varies over `axes`."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=ManualAxisType(varying=axes)) if axes else x
+def nowhere(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The type of what does not vary, as the results of a kernel must have it where JAX checks."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType())
 
 
 def _axes(x: Any) -> frozenset:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jflash import varying
+from jflash import derivatives, varying
 from jflash.score import Score
 
 
@@ -21,6 +21,10 @@ class Engine(Protocol):
 
         For one who sums them over several calls, each with a part of the keys: that rounds once, at the end.
         """
+        ...
+
+    def result_dtype(self, dtype: Any) -> Any:
+        """The dtype of o, dq, dk and dv where q has `dtype`."""
         ...
 
     def forward(self, q: Array, k: Array, v: Array, score: Score, /) -> tuple[Array, Array]:
@@ -35,24 +39,26 @@ class Engine(Protocol):
 
 
 def attend(engine: Engine, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
-    """(o, lse), both differentiable in q, k, v and the floating-point leaves of the score."""
-    return _attend(engine, *varying.alike(q, k, v, score))
+    """(o, lse), both differentiable in q, k, v and the floating-point leaves of the score: in reverse mode, once."""
+    q, k, v, score = derivatives.reverse_mode_only(varying.alike(q, k, v, score))
+    return attend_jitted(engine, q, k, v, score)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(engine: Engine, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
-    return engine.forward(q, k, v, score)
+    return derivatives.once(engine.forward)(q, k, v, score)
 
 
 def _forward(engine: Engine, q: Array, k: Array, v: Array, score: Score):
-    o, lse = engine.forward(q, k, v, score)
+    o, lse = derivatives.once(engine.forward)(q, k, v, score)
     # Named, so that a jax.checkpoint policy can keep them: save_only_these_names("jflash_o", "jflash_lse").
     o, lse = checkpoint_name(o, "jflash_o"), checkpoint_name(lse, "jflash_lse")
     return (o, lse), (q, k, v, score, o, lse)
 
 
 def _backward(engine: Engine, residuals, cotangents):
-    return engine.backward(*residuals, *cotangents)
+    return derivatives.once(engine.backward)(*residuals, *cotangents)
 
 
 _attend.defvjp(_forward, _backward)
+attend_jitted = jax.jit(_attend, static_argnums=0)  # so that a call outside of jit compiles once, not operation by operation

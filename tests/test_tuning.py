@@ -15,7 +15,7 @@ from checks import normal
 from jax.experimental.compilation_cache import compilation_cache
 
 import jflash
-from jflash import blocks, gpu, machine_code, probe, progress, tuner, tuning, user_cache
+from jflash import blocks, gpu, machine_code, probe, progress, tuner, tuning, user_cache, vjp
 from jflash.cases import SCORE_FNS
 from jflash.kernels import Inputs, Launcher, Triton
 from jflash.launch_table import Entry, Key, Launch
@@ -160,9 +160,9 @@ def h100(tmp_path, monkeypatch):
         return fake
 
     monkeypatch.setattr(Bench, "of", bench)
-    tuning._attend.clear_cache()
+    vjp.attend_jitted.clear_cache()
     yield fake
-    tuning._attend.clear_cache()
+    vjp.attend_jitted.clear_cache()
 
 
 def launched(caplog) -> dict[str, str]:

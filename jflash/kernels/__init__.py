@@ -17,6 +17,7 @@ from jflash.kernels.forward import forward
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
 from jflash.launch_table import Entry, Key
+from jflash.numerics import result_dtype
 from jflash.score import Score
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -44,6 +45,9 @@ class Triton:
 
     def for_parts(self) -> Triton:
         return dataclasses.replace(self, partial=True)
+
+    def result_dtype(self, dtype):
+        return result_dtype(dtype, self.partial)
 
     def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
         launcher = self.launcher("forward", q, v, score)

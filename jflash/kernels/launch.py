@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 from jflash import varying
 from jflash.blocks import Launch
 from jflash.kernels.ptx import PtxArithmetic, unknown
-from jflash.numerics import Arithmetic, accumulator
+from jflash.numerics import Arithmetic, known, result_dtype
 from jflash.ranges import Span
 
 
@@ -45,28 +45,23 @@ class Launcher:
         return span if self.interpret else Span(unknown(span.start), span.size)
 
     def result_dtype(self, dtype):
-        """The dtype of o and of the gradients of operands of `dtype`; see Engine."""
-        return accumulator(dtype) if self.partial else dtype
+        """The dtype of o and of the gradients of operands of `dtype`."""
+        return result_dtype(dtype, self.partial)
 
     def call(self, kernel, *, grid, in_specs, out_specs, out_shape, name: str):
         """pl.pallas_call of `kernel(*refs, launcher=self)`."""
-
-        def launch(*operands):
-            axes = varying.axes(operands)
-            if axes and self.interpret:
-                raise ValueError(
-                    'implementation="interpret" must be in a jax.shard_map with check_vma=False: Pallas, interpreted, does '
-                    f"not know the types of arrays that vary over {sorted(axes)}"
-                )
-            return pl.pallas_call(
-                functools.partial(kernel, launcher=self),
-                grid=grid,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                out_shape=jax.tree.map(lambda x: varying.shape_over(axes, x), out_shape),
-                interpret=self.interpret,
-                compiler_params=plgpu.CompilerParams(num_warps=self.launch.num_warps, num_stages=self.launch.num_stages),
-                name=name,
-            )(*operands)
-
-        return launch
+        if not known(*grid):
+            raise ValueError(
+                f"the Triton kernels take shapes that are known where they are lowered, got a grid of {grid}: export it with a "
+                'batch that is, or with implementation="xla"'
+            )
+        return pl.pallas_call(
+            functools.partial(kernel, launcher=self),
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            out_shape=jax.tree.map(lambda x: varying.nowhere(x.shape, x.dtype), out_shape),  # one device's part: primitive.py
+            interpret=self.interpret,
+            compiler_params=plgpu.CompilerParams(num_warps=self.launch.num_warps, num_stages=self.launch.num_stages),
+            name=name,
+        )

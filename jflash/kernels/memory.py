@@ -66,6 +66,8 @@ def score_spec(score: Score, group: int | None, q_head, kv_head) -> Score:
     def spec_of(name, x):
         if name == "args":
             return tuple(spec(arg.shape, lambda b, h: (0,)) for arg in x)
+        if name == "first":
+            return spec((2,), lambda b, h: (0,))
         if name == "sinks":
             return spec((1,), lambda b, h: (h,))
         if name == "dropout_keys":
@@ -120,6 +122,8 @@ def score_at(score: Score, place: Place) -> Score:
     def read(name, ref):
         if name == "visits" and place.batch is not None:
             return _OfBatch(ref, place.batch)
+        if name == "first":
+            return ref[0], ref[1]
         return ref[0] if name == "sinks" else ref
 
     return score.select(lambda ref: ref[0 if place.batch is None else place.batch]).map_leaves(read)

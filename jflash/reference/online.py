@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jflash import numerics, ranges, tile, varying
+from jflash import numerics, ranges, tile
 from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.numerics import Arithmetic
 from jflash.ranges import Span
@@ -37,12 +37,14 @@ class Online:
     def for_parts(self) -> Online:
         return dataclasses.replace(self, partial=True)
 
+    def result_dtype(self, dtype):
+        return numerics.result_dtype(dtype, self.partial)
+
     def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
         layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)
         score = layout.cut_score(ranges.with_kv_visits(score, layout.block_q, layout.block_kv))
         k_tiles, v_tiles = layout.cut_keys(k), layout.cut_keys(v)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
-        axes = varying.axes(q, k, v, score)
 
         def visit(j, state, q, i, masked):
             def one(state, q, k, v, score, at):
@@ -54,7 +56,7 @@ class Online:
 
         def row_of_tiles(x):
             i, q = x
-            state = varying.over(axes, layout.start(score, v.shape[-1], dtype))
+            state = layout.start(score, v.shape[-1], dtype)
             tiles = ranges.for_all(lambda score: ranges.kv_tiles(score, layout.row_span(i), layout.block_kv), score)
             for lo, hi, masked in tiles.segments():
                 state = lax.fori_loop(lo, hi, functools.partial(visit, q=q, i=i, masked=masked), state)
@@ -115,8 +117,7 @@ class Online:
             dk, dv = dk.swapaxes(-1, -2), dv.swapaxes(-1, -2)
             return (dq_tiles, dbias, dargs), (self._result(dk * score.unit, k.dtype), self._result(dv, v.dtype))
 
-        axes = varying.axes(q, k, v, score, do, dlse)
-        zeros = lambda shape: varying.over(axes, jnp.zeros(shape, dtype))
+        zeros = lambda shape: jnp.zeros(shape, dtype)
         floating = [n for n, yes in enumerate(score.differentiable_args) if yes]
         dbias = None if score.bias is None else zeros(score.bias.shape)
         dargs = tuple(zeros(score.args[n].shape) for n in floating)
@@ -132,7 +133,7 @@ class Online:
         return dq, layout.join_keys(dk), layout.join_keys(dv), dscore
 
     def _result(self, x: Array, dtype) -> Array:
-        return x if self.partial else x.astype(dtype)
+        return x.astype(self.result_dtype(dtype))
 
 
 def row_delta(o: Array, do: Array, lse: Array, dlse: Array) -> tuple[Array, Array]:
@@ -219,9 +220,9 @@ class Layout(NamedTuple):
             rows = jnp.repeat(self.row_span(i).indices(), self.group)
             return fn(*arrays, score, Pairs(b, h, rows[:, None], self.col_span(j).indices()[None, :]))
 
-        of_head = lambda b, c, score, *arrays: one(b, c, score.replace(args=own.args), *arrays)
+        of_head = lambda b, c, score, *arrays: one(b, c, score.replace(args=own.args, first=own.first), *arrays)
         of_batch = lambda b, *xs: jax.vmap(functools.partial(of_head, b))(jnp.arange(self.kv_heads, dtype=jnp.int32), *xs)
-        leaves = own.replace(args=())
+        leaves = own.replace(args=(), first=None)
         return lambda *arrays: jax.vmap(of_batch)(jnp.arange(self.batch, dtype=jnp.int32), leaves, *arrays)
 
     def _tile_of(self, score: Score, i, j) -> Score:
@@ -245,7 +246,7 @@ class Layout(NamedTuple):
             if name == "dropout_keys":
                 words = x[..., 0], x[..., 1]
                 return words if self.group == 1 else tuple(jax.vmap(self._one_for_each_row)(w)[..., None] for w in words)
-            return x if name == "args" else None
+            return x if name in ("args", "first") else None
 
         return score.map_leaves(read)
 
