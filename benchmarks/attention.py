@@ -165,7 +165,9 @@ def agrees(results: tuple, shape: Shape, arrays: tuple[Array, ...]) -> bool:
     return True
 
 
-def measure(shape: Shape, repeats: int, names: Sequence[str] | None, tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def measure(
+    shape: Shape, repeats: int, names: Sequence[str] | None, tell: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
     """One line for each path that runs and agrees; tells of the others."""
     inputs = [shape.arrays(seed) for seed in range(INPUTS)]
     ready: dict[str, Program] = {}

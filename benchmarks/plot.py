@@ -44,11 +44,10 @@ def draw(lines: list[dict[str, str]], title: str, output: pathlib.Path) -> None:
 
 
 def title(lines: list[dict[str, str]]) -> str:
-    """What all lines of a picture have in common."""
+    """What all lines of a picture have in common: the batch, or else its product with the length."""
     first = lines[0]
     batches = {line["batch"] for line in lines}
-    tokens = {int(line["batch"]) * int(line["length"]) for line in lines}
-    size = f"batch {first['batch']}" if len(batches) == 1 else f"{tokens.pop()} tokens" if len(tokens) == 1 else "several batches"
+    size = f"batch {first['batch']}" if len(batches) == 1 else f"{int(first['batch']) * int(first['length'])} tokens"
     words = ", ".join(_kind(first))
     heads = f"{first['heads']} heads of {first['head_dim']}"
     return f"{words}: {first['dtype']}, {first['device']}, JAX {first['jax']}, {size}, {heads}"
