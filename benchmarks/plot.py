@@ -27,11 +27,13 @@ def draw(lines: list[dict[str, str]], title: str, output: pathlib.Path) -> None:
     lengths = sorted({int(line["length"]) for line in lines})
     figure, axes = plt.subplots(1, len(PANELS), figsize=(15, 4.5), layout="constrained")
     for axis, (column, label) in zip(axes, PANELS.items(), strict=True):
+        anything = False
         for name in dict.fromkeys(line["attention"] for line in lines):
             values = {int(line["length"]): float(line[column]) for line in lines if line["attention"] == name and line[column]}
             curve = [values.get(length) or float("nan") for length in lengths]  # 0 has no place on a logarithmic axis
+            anything |= any(values.values())
             axis.plot(lengths, curve, marker="o", label=name)
-        axis.set(xscale="log", yscale="log", xlabel="length", ylabel=label)
+        axis.set(xscale="log", yscale="log" if anything else "linear", xlabel="length", ylabel=label)
         axis.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], rotation=45)
         axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axis.yaxis.set_major_formatter(Plain())

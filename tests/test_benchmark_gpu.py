@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import jflash
-from benchmarks import attention, goals, gpu, measure
+from benchmarks import attention, goals, gpu, measure, plot
 from benchmarks.attention import Shape
 from jflash import accuracy, launch_table
 from jflash import gpu as gpu_at_hand
@@ -256,7 +256,23 @@ def test_goals_in_the_summary(quick, tmp_path, monkeypatch):
     assert f"| {row} | 275 | 550 | 0.5 |" in summary
 
 
-# ------------------------------------------------------------------------------------------------------- the timing
+# ------------------------------------------------------------------------------------------- the pictures, the timing
+
+
+def test_a_panel_without_a_figure_is_drawn(tmp_path):
+    """Attention that needs no memory beside its results, or does not say how much: a logarithm has nothing to show."""
+    kinds = [{**line(SHAPE, "jflash", 1.0), "temporary_MiB": 0.0}, {**line(SHAPE, "torch", 2.0), "temporary_MiB": None}]
+    with measure.csv_lines(tmp_path / "x.csv") as add:
+        for one in kinds:
+            add(one)
+    assert plot.draw_all(tmp_path / "x.csv") == [tmp_path / "x_d64_causal_forward.png"]
+
+
+def test_a_title_tells_what_all_lengths_share():
+    at = lambda batch, length: {name: str(x) for name, x in line(SHAPE._replace(batch=batch, length=length), "x", 1.0).items()}
+    assert "causal, forward: bfloat16, cpu" in plot.title([at(2, 8192), at(4, 4096)])
+    assert "16384 tokens, 32 heads of 64" in plot.title([at(2, 8192), at(4, 4096)])
+    assert "batch 2, 32 heads of 64" in plot.title([at(2, 8192), at(2, 4096)])
 
 
 def test_calls_are_queued_until_they_last_and_waited_for_together(monkeypatch):
