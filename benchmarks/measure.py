@@ -26,9 +26,9 @@ def median_seconds(
 ) -> dict[str, float]:
     """The median time of a call of each program, compiled and warmed up.
 
-    A timing is of as many calls as last LEAST seconds, queued one behind the other and waited for together by wait(result):
-    how long Python takes to start a call does not count where the device takes longer. The calls meet the tuples of
-    arguments in turn, so that no cache holds the last ones.
+    A timing is of as many calls as last LEAST seconds. They are queued, a device runs them in order, and wait(result) is
+    for the last one: how long Python takes to start a call does not count where the device takes longer. The calls meet
+    the tuples of arguments in turn, so that no cache holds the last ones.
     """
 
     def run(program: Callable, calls: int, first: int) -> float:
