@@ -1,21 +1,17 @@
 """`python -m benchmarks.attention`: time, TFLOPS and memory of attention over lengths, beside what else is installed.
 
-Paths take turns, so that the machine's moods meet all alike; times are medians. Nothing is reported of a path whose result
-is not that of float64 (see agrees()), and a path that fails, for want of memory say, leaves a gap. `benchmarks.plot` draws
-the CSV.
+Times are medians, see measure.median_seconds(). Nothing is reported of a path whose result is not that of float64 (see
+agrees()), and a path that fails, for want of memory say, leaves a gap. `benchmarks.plot` draws the CSV.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import itertools
 import pathlib
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +22,9 @@ from rich.progress import Progress
 
 import jflash
 from benchmarks import native_triton
-from benchmarks.measure import RESULTS
+from benchmarks.measure import RESULTS, csv_lines, device_name, median_seconds
 
-INPUTS = 3  # sets of arrays that a program meets in turn, so that no cache holds the last ones
+INPUTS = 3  # sets of arrays that a program meets in turn
 
 
 class Shape(NamedTuple):
@@ -58,7 +54,7 @@ class Shape(NamedTuple):
 class Program(NamedTuple):
     """One path, ready to be timed."""
 
-    run: Callable[..., Any]  # of q, k, v and do; returns when it has finished: (o,) or (o, dq, dk, dv)
+    run: Callable[..., tuple]  # of q, k, v and do; starts what gives (o,) or (o, dq, dk, dv), see wait()
     temporary_bytes: int | None
 
 
@@ -80,7 +76,11 @@ def jax_paths(causal: bool) -> dict[str, Callable]:
         import tokamax  # pyright: ignore[reportMissingImports]
     except ImportError:
         return paths
-    return paths | {"tokamax": functools.partial(tokamax.dot_product_attention, is_causal=causal)}
+    fastest = functools.partial(tokamax.dot_product_attention, is_causal=causal)
+    paths["tokamax"] = fastest
+    if jax.default_backend() == "gpu":
+        paths["tokamax triton"] = functools.partial(fastest, implementation="triton")
+    return paths
 
 
 def jax_program(fn: Callable, shape: Shape) -> Program:
@@ -89,9 +89,9 @@ def jax_program(fn: Callable, shape: Shape) -> Program:
         return o, *pull(do)
 
     whole = forward_backward if shape.backward else lambda q, k, v, do: (fn(q, k, v),)
-    compiled = jax.jit(whole).lower(*shape.arrays(0)).compile()
+    compiled = jax.jit(whole).lower(*jax.eval_shape(lambda: shape.arrays(0))).compile()
     memory = compiled.memory_analysis()
-    return Program(lambda *arrays: jax.block_until_ready(compiled(*arrays)), memory.temp_size_in_bytes if memory else None)
+    return Program(compiled, memory.temp_size_in_bytes if memory else None)
 
 
 def torch_program(shape: Shape) -> Program:
@@ -106,17 +106,27 @@ def torch_program(shape: Shape) -> Program:
         return torch.tensor(np.asarray(x, np.float32)).to(place, dtype).transpose(1, 2).requires_grad_(shape.backward)
 
     def run(*arrays):
-        q, k, v, do = inputs.setdefault(id(arrays[0]), tuple(map(convert, arrays)))
+        if id(arrays[0]) not in inputs:
+            inputs[id(arrays[0])] = tuple(map(convert, arrays))
+        q, k, v, do = inputs[id(arrays[0])]
         o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
         results = (o, *torch.autograd.grad(o, (q, k, v), do)) if shape.backward else (o,)
-        if place == "cuda":
-            torch.cuda.synchronize()
         return tuple(x.detach().transpose(1, 2) for x in results)
 
     return Program(run, None)
 
 
-def programs(shape: Shape, names: list[str] | None) -> Iterator[tuple[str, Callable[[], Program]]]:
+def wait(results: tuple) -> None:
+    """Until a program's results are there."""
+    if isinstance(results[0], Array):
+        jax.block_until_ready(results)
+    elif results[0].is_cuda:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        torch.cuda.synchronize()
+
+
+def programs(shape: Shape, names: Sequence[str] | None) -> Iterator[tuple[str, Callable[[], Program]]]:
     """(name, what makes the program) of each path that was asked for, or of all."""
     for name, fn in jax_paths(shape.causal).items():
         if names is None or name in names:
@@ -155,7 +165,9 @@ def agrees(results: tuple, shape: Shape, arrays: tuple[Array, ...]) -> bool:
     return True
 
 
-def measure(shape: Shape, repeats: int, names: list[str] | None, tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def measure(
+    shape: Shape, repeats: int, names: Sequence[str] | None, tell: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
     """One line for each path that runs and agrees; tells of the others."""
     inputs = [shape.arrays(seed) for seed in range(INPUTS)]
     ready: dict[str, Program] = {}
@@ -170,14 +182,7 @@ def measure(shape: Shape, repeats: int, names: list[str] | None, tell: Callable[
             ready[name] = program
         else:
             tell(f"{name} at {shape}: not the result of float64, not reported")
-    seconds = {name: [] for name in ready}
-    for n in range(repeats):
-        for name, program in ready.items():
-            program.run(*inputs[n % INPUTS])  # not timed: what the path before left to be freed, and cold caches
-            start = time.perf_counter()
-            program.run(*inputs[(n + 1) % INPUTS])
-            seconds[name].append(time.perf_counter() - start)
-    median = {name: statistics.median(times) for name, times in seconds.items()}
+    median = median_seconds({name: program.run for name, program in ready.items()}, repeats, *inputs, wait=wait)
     return [
         {
             "attention": name,
@@ -207,23 +212,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=pathlib.Path, help="default: benchmarks/results/attention_<device>.csv")
     options = parser.parse_args()
-    device = jax.devices()[0].device_kind.lower().replace(" ", "_")
-    output = options.output or RESULTS / f"attention_{device}.csv"
-    output.parent.mkdir(parents=True, exist_ok=True)
+    output = options.output or RESULTS / f"attention_{device_name()}.csv"
     if on_gpu and (reason := native_triton.unavailable()):
         print(f"native triton is left out: {reason}")
 
     kinds = list(itertools.product(options.head_dims, (False, True), (False, True), sorted(options.lengths)))
-    writer = None
-    with Progress() as progress, output.open("w", newline="") as file:
+    with Progress() as progress, csv_lines(output) as add:
         for head_dim, causal, backward, length in progress.track(kinds, description="measuring"):
             shape = Shape(options.batch, length, options.heads, head_dim, options.dtype, causal, backward)
             for line in measure(shape, options.repeats, options.paths, progress.console.print):
-                if writer is None:
-                    writer = csv.DictWriter(file, line)
-                    writer.writeheader()
-                writer.writerow(line)
-                file.flush()  # whoever is stopped keeps what there is
+                add(line)
     print(f"written to {output}; `python -m benchmarks.plot {output}` draws it")
 
 

@@ -134,7 +134,7 @@ def compare(size: int, dtype, tiled: Blocks, repeats: int, interpret: bool) -> l
             }
         )
     if not interpret:
-        seconds = median_seconds({name: chained(multiply) for name, multiply in products.items()}, repeats, a, b)
+        seconds = median_seconds({name: chained(multiply) for name, multiply in products.items()}, repeats, (a, b))
         for line in lines:
             one = seconds[line["product"]] / CHAINED
             line |= {

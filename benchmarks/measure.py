@@ -2,35 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import pathlib
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
 from rich.console import Console
 from rich.table import Table
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+LEAST = 0.01  # seconds that a timing lasts at least
 
 
-def median_seconds(programs: dict[str, Callable], repeats: int, *arguments: Array) -> dict[str, float]:
-    """The median time of each program, compiled and warmed up."""
-    for program in programs.values():
-        jax.block_until_ready(program(*arguments))
+def median_seconds(
+    programs: Mapping[str, Callable], repeats: int, *inputs: tuple[Any, ...], wait: Callable[[Any], Any] = jax.block_until_ready
+) -> dict[str, float]:
+    """The median time of a call of each program, compiled and warmed up.
+
+    A timing is of as many calls as last LEAST seconds. They are queued, a device runs them in order, and wait(result) is
+    for the last one: how long Python takes to start a call does not count where the device takes longer. The calls meet
+    the tuples of arguments in turn, so that no cache holds the last ones.
+    """
+
+    def run(program: Callable, calls: int, first: int) -> float:
+        start, result = time.perf_counter(), None
+        for n in range(first, first + calls):
+            result = program(*inputs[n % len(inputs)])
+        wait(result)
+        return time.perf_counter() - start
+
+    calls = {}
+    for name, program in programs.items():
+        run(program, 1, 0)
+        calls[name] = max(1, math.ceil(LEAST / run(program, 1, 1)))
     seconds = {name: [] for name in programs}
-    for _ in range(repeats):  # in turns, so that the machine's moods meet all alike
+    for n in range(repeats):  # programs in turn, so that the machine's moods meet all alike
         for name, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arguments))
-            seconds[name].append(time.perf_counter() - start)
+            run(program, 1, n)  # not counted: what the program before left to be freed, and cold caches
+            seconds[name].append(run(program, calls[name], n + 1) / calls[name])
     return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+@contextlib.contextmanager
+def csv_lines(output: pathlib.Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What adds a line to a new CSV, with the columns of the first one, at once: whoever is stopped keeps what there is."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [])
+
+        def add(line: dict[str, Any]) -> None:
+            if not writer.fieldnames:
+                writer.fieldnames = list(line)
+                writer.writeheader()
+            writer.writerow(line)
+            file.flush()
+
+        yield add
+
+
+def device_name() -> str:
+    """This process's device, as it stands in the names of files."""
+    return jax.devices()[0].device_kind.lower().replace(" ", "_")
 
 
 def shown(value: Any) -> str:

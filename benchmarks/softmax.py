@@ -67,7 +67,7 @@ def compare(rows: int, columns: int, largest_logits: Sequence[float], repeats: i
     """One line of the table for each softmax, of `rows` x `columns` logits."""
     x = jax.random.uniform(jax.random.key(0), (rows, columns), jnp.float32, minval=-1)
     x = x.at[:, -1].set(1)  # every row's largest logit, the last, so that an online sum is carried over to it
-    seconds = median_seconds(SOFTMAXES, repeats, x)
+    seconds = median_seconds(SOFTMAXES, repeats, (x,))
     lines = []
     for name, softmax in SOFTMAXES.items():
         reads, writes = passes(softmax, x)
