@@ -86,7 +86,7 @@ def test_defaults_do_not_spill_and_use_the_tensor_cores(gpu, dtype, head_dim):
 
 
 # Issue slots of the hot loop for each cycle of the tensor cores, on H100 in bfloat16: forward, dkv (or dk and dv), dq.
-BUSY = {64: (0.91, 0.66, 0.70), 128: (0.56, 0.42, 0.43), 256: (0.48, 0.52, 0.28, 0.30)}
+BUSY = {64: (0.91, 0.66, 0.58), 128: (0.56, 0.42, 0.43), 256: (0.48, 0.52, 0.28, 0.30)}
 
 
 @needs_compiler
