@@ -73,7 +73,7 @@ def compare(options: Options, texts: Texts, console: Console, output: Path | Non
     )
     curves = [
         {"step": step}
-        | {f"{name}_loss": run.losses[step] for name, run in runs.items()}
+        | {f"{name}_loss": f"{run.losses[step]:.7g}" for name, run in runs.items()}
         | {f"{name}_milliseconds": 1e3 * run.seconds[step] for name, run in runs.items()}
         for step in range(options.steps)
     ]

@@ -90,8 +90,10 @@ class Trainer:
         attend = self.layout.attention(options.attention)
         model = models.make(options.model, models.Size(options.layers, options.width, options.heads))
         optimizer = make_optimizer(options)
-        params = model.init(jax.random.key(options.seed))
-        self.state = jax.device_put(State(params, optimizer.init(params)), self.layout.whole)
+
+        def init(key: Array) -> State:
+            params = model.init(key)
+            return State(params, optimizer.init(params))
 
         def loss(params: Any, batch: models.Batch) -> Array:
             return model.loss(params, batch, attend)
@@ -101,6 +103,7 @@ class Trainer:
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             return State(optax.apply_updates(state.params, updates), opt_state), value
 
+        self.state = jax.jit(init, out_shardings=self.layout.whole)(jax.random.key(options.seed))
         compiled = jax.jit(step, donate_argnums=0, out_shardings=self.layout.whole)
         some = self.layout.batch(np.zeros((options.batch, options.length + 1), np.int32))
         self._step = compiled.lower(self.state, some).compile()
