@@ -53,7 +53,7 @@ class Checkpoint:
         step = self._manager.latest_step()
         if step is None:
             return None
-        saved = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+        saved = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
         for name, value in self._settings.items():
             if saved["settings"].get(name) != value:
                 raise ValueError(
@@ -61,7 +61,7 @@ class Checkpoint:
                 )
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
         parts = ocp.args.Composite(tree=ocp.args.StandardRestore(_by_name(like)))
-        arrays = self._manager.restore(step, args=parts).tree
+        arrays = self._manager.restore(step, args=parts)["tree"]
         return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in _by_name(tree)]), saved["record"]
 
 

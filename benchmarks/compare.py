@@ -6,9 +6,11 @@ import dataclasses
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -30,12 +32,12 @@ class Run:
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
 
-    def step(self, sequences) -> None:
+    def step(self, sequences: np.ndarray) -> None:
         start = time.perf_counter()
         self.losses.append(self.trainer.step(sequences))
         self.seconds.append(time.perf_counter() - start)
 
-    def line(self, name: str) -> dict[str, str | float]:
+    def line(self, name: str) -> dict[str, Any]:
         return {
             "attention": name,
             "last_loss": self.losses[-1],
@@ -44,7 +46,7 @@ class Run:
         }
 
 
-def compare(options: Options, texts: Texts, console: Console, output: Path | None = None) -> list[dict[str, str | float]]:
+def compare(options: Options, texts: Texts, console: Console, output: Path | None = None) -> list[dict[str, Any]]:
     """Trains one model with each attention of COMPARED, from the same seed, on the same sequences.
 
     Prints the median time and the temporary memory of a step, and writes the losses and times of all steps to `output`, a .csv,
@@ -85,7 +87,7 @@ def compare(options: Options, texts: Texts, console: Console, output: Path | Non
     return lines
 
 
-def draw(runs: dict[str, Run], lines: list[dict[str, str | float]], title: str, output: Path) -> None:
+def draw(runs: dict[str, Run], lines: list[dict[str, Any]], title: str, output: Path) -> None:
     """The curves of the losses; as they lie on one another, the last one is drawn thin and dashed on top."""
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
     styles = ({"linewidth": 4, "alpha": 0.5}, {"linewidth": 1.2, "linestyle": "--", "color": "black"})

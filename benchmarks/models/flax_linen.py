@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
@@ -43,6 +45,13 @@ class GPT(nn.Module):
 
 
 def make(size: Size) -> Model:
-    model, one = GPT(size), jnp.zeros((1, 1), jnp.int32)
-    return Model(lambda key: model.init(key, one, one[0], lambda q, k, v: v)["params"],
-                 lambda params, *inputs: model.apply({"params": params}, *inputs))  # fmt: skip
+    model = GPT(size)
+
+    def init(key: Array) -> Any:
+        one, values_alone = jnp.zeros((1, 1), jnp.int32), lambda q, k, v: v
+        return model.init(key, one, one[0], values_alone)["params"]
+
+    def apply(params: Any, tokens: Array, positions: Array, attend: Attend) -> Array:
+        return cast(Array, model.apply({"params": params}, tokens, positions, attend))
+
+    return Model(init, apply)
