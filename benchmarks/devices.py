@@ -49,10 +49,8 @@ class Layout:
           ValueError: where there are too few devices, or the length cannot be divided.
         """
         there = jax.devices()
-        if not 1 <= devices <= len(there):
-            raise ValueError(
-                f"devices must be at least 1 and at most {len(there)}, all {there[0].platform} devices, got {devices}"
-            )
+        if devices > len(there):
+            raise ValueError(f"devices must be at most {len(there)}, all {there[0].platform} devices, got {devices}")
         data = math.gcd(batch, devices)
         sequence = devices // data
         if sequence > 1 and length % (2 * sequence):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def _train(options: Options, texts: Texts, console: Console, folder: Path | None
         if folder:
             from benchmarks.checkpoint import Checkpoint  # Orbax takes seconds to import
 
-            settings = dataclasses.asdict(options) | {"text": len(texts.train) + len(texts.held_out)}
+            settings = dataclasses.asdict(options) | {"text": f"of CRC-32 {zlib.crc32(texts.train):08x}"}
             checkpoint = stack.enter_context(Checkpoint(folder, every, settings))
         trainer, result = train(options, texts, console, checkpoint)
     tokens = options.steps * options.batch * options.length

@@ -124,11 +124,16 @@ class Trainer:
 
 @dataclasses.dataclass
 class Result:
-    """How far a run has come; also what of it is kept in a checkpoint beside the state."""
+    """How far a run has come; also what of it is kept in a checkpoint beside the state.
 
-    losses: list[float] = dataclasses.field(default_factory=list)  # of each step, nats a byte, on its own sequences
-    held_out: dict[str, float] = dataclasses.field(default_factory=dict)  # after so many steps, on the held-out text
-    seconds: float = 0.0  # of the steps alone, without compiling, held-out losses and checkpoints
+    losses: of each step, nats a byte, on the sequences of that step.
+    held_out: the loss on the held-out text after so many steps, which JSON wants to be a str.
+    seconds: of the steps alone, without compiling, held-out losses and checkpoints.
+    """
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    held_out: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
 
 
 def train(options: Options, texts: Texts, console: Console, checkpoint: Checkpoint | None = None) -> tuple[Trainer, Result]:
