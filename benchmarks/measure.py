@@ -100,9 +100,14 @@ def write_csv(lines: list[dict[str, Any]], output: pathlib.Path, **constant: Any
     print(f"written to {output}")
 
 
+def setting() -> dict[str, str]:
+    """What is measured on."""
+    versions = {"jax": jax.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    return {"device": jax.devices()[0].device_kind, **versions}
+
+
 def report(title: str, lines: list[dict[str, Any]], output: pathlib.Path, **more: Any) -> None:
     """Prints a table and writes it to a CSV with what it was measured on, and `more` that is the same in all lines."""
-    device = jax.devices()[0].device_kind
-    print_table(f"{title}; {device}, JAX {jax.__version__}", lines)
-    versions = {"jax": jax.__version__, "numpy": np.__version__, "python": platform.python_version()}
-    write_csv(lines, output, **more, device=device, **versions)
+    where = setting()
+    print_table(f"{title}; {where['device']}, JAX {where['jax']}", lines)
+    write_csv(lines, output, **more, **where)

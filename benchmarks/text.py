@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -30,10 +31,13 @@ def split(text: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     return text[:end], text[end:]
 
 
-def random_batches(text: np.ndarray, batch: int, length: int, seed: int) -> Iterator[np.ndarray]:
-    """Sequences from anywhere in the text, without end: int32 `[batch, length + 1]`, the same for the same seed."""
-    random = np.random.default_rng(seed)
-    while True:
+def random_batches(text: np.ndarray, batch: int, length: int, seed: int, first: int = 0) -> Iterator[np.ndarray]:
+    """Sequences from anywhere in the text, without end: int32 `[batch, length + 1]`, the same for the same seed.
+
+    `first` is the number of the batch to begin with: each depends on the seed and its number only.
+    """
+    for number in itertools.count(first):
+        random = np.random.default_rng((seed, number))
         yield _sequences(text, random.integers(len(text) - length, size=batch), length)
 
 
