@@ -333,13 +333,7 @@ def padded(q, k, v, lengths, bias, implementation=None):
     return attention(q, k, v, kv_lengths=lengths, bias=bias, causal=True, implementation=implementation)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(None, marks=pytest.mark.xfail(strict=True, reason="the kernels are traced too, with the batch open")),
-        "xla",
-    ],
-)
+@pytest.mark.parametrize("implementation", [None, "xla"])
 def test_exported_for_a_cpu_with_an_open_batch(implementation):
     fn = functools.partial(padded, implementation=implementation)
     program = exported(fn, *with_batch(*export.symbolic_shape("b")), platform="cpu", vjp_order=1)
