@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jflash.numerics import accumulator
-from jflash.score import ONE_FOR_EACH, PAIRWISE
+from jflash.score import ONE_FOR_EACH, PAIRWISE, WITH_GRADIENTS
 from jflash.shardings import Cut
 from jflash.vjp import Engine
 
@@ -36,7 +37,6 @@ ARGUMENTS = {
     "do": "b i h e",
     "dlse": "b h i",
 }
-WITH_GRADIENTS = ("bias", "sinks", "args")  # the leaves of a Score that have some
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Call:
         grouped = arrays[q].shape[2] != arrays[k].shape[2]
         dims = [text if grouped else text.replace("g", "h") for text in ARGUMENTS.values()]
         dims[3] = arguments[3].map_leaves(_dims_of_leaf)
-        gradients = [n for n in jax.tree.leaves(score.only(*WITH_GRADIENTS)) if jnp.issubdtype(arrays[n].dtype, jnp.floating)]
-        forward = len(arguments) == 4
+        forward, named = len(arguments) == 4, {"q": q, "k": k, "v": v} | {name: getattr(score, name) for name in WITH_GRADIENTS}
+        asked_for = jax.tree.leaves([named[name] for name in named if name not in score.constants])
         return cls(
             forward, gpu, elsewhere, tree,
             dims=tuple(jax.tree.leaves(dims[: len(arguments)])),
-            wanted=() if forward else (q, k, v, *gradients),
+            wanted=() if forward else tuple(n for n in asked_for if jnp.issubdtype(arrays[n].dtype, jnp.floating)),
         )  # fmt: skip
 
     def vmapped(self, mapped: list[bool]) -> Call:
@@ -115,19 +115,28 @@ class Call:
             return [jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True)]
         lead = tuple(sizes[name] for name in self.leading)
         shapes = [arrays[n].shape[len(arrays[n].shape) - len(_own(self.dims[n]).split()) :] for n in self.wanted]
-        dtypes = [self.elsewhere.result_dtype(q.dtype)] * 3 + [arrays[n].dtype for n in self.wanted[3:]]
+        of_tokens, dtype = self.tree.unflatten(range(len(arrays)))[:3], self.elsewhere.result_dtype(q.dtype)
+        dtypes = [dtype if n in of_tokens else arrays[n].dtype for n in self.wanted]
         return [jax.ShapeDtypeStruct((*lead, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def run(self, engine: Engine, *arrays: Array) -> list[Array]:
         """The results, as flat as the arrays."""
 
         def fn(*arrays):
-            results = (engine.forward if self.forward else engine.backward)(*self.tree.unflatten(arrays))
-            return jax.tree.leaves(results)
+            if self.forward:
+                return list(engine.forward(*self.tree.unflatten(arrays)))
+            return self._gradients(*engine.backward(*self.tree.unflatten(arrays)))
 
         for n in range(self.vmaps):
             fn = jax.vmap(fn, in_axes=[0 if f"n{n}" in text.split() else None for text in self.dims])
         return fn(*arrays)
+
+    def _gradients(self, dq: Any, dk: Any, dv: Any, dscore: Any) -> list[Array]:
+        """Those that are wanted."""
+        q, k, v, score, *_ = self.tree.unflatten(range(len(self.dims)))
+        of = {q: dq, k: dk, v: dv, score.bias: dscore.bias, score.sinks: dscore.sinks}
+        of |= dict(zip(score.args, dscore.args, strict=True))
+        return [of[n] for n in self.wanted]
 
 
 def _own(text: str) -> str:
@@ -190,7 +199,10 @@ def _lowering(choose: Callable[[Call], Engine]) -> Callable:
     def rule(ctx, *values, call: Call):
         bare = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
         with no_mesh(jax.sharding.get_abstract_mesh()):
-            run = functools.partial(call.run, choose(call))
+            program = jax.make_jaxpr(functools.partial(call.run, choose(call)))(*bare)
+            # An engine computes all gradients; what leads only to those that nobody asks for is left out here.
+            jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.out_avals), instantiate=True)
+            run = jaxpr_as_fun(program.replace(jaxpr=jaxpr))
             return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=bare), *values)
 
     return rule

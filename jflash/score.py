@@ -67,6 +67,7 @@ class Score:
     score_fn: ScoreFn | None = static(None)  # noqa: RUF009
     arg_shapes: tuple[tuple[int, ...], ...] = static(())
     dropout_rate: float = static(0.0)
+    constants: tuple[str, ...] = static(())  # in the backward: arrays whose gradients nobody asks for, q, k and v among them
 
     # One for each batch element: int32 [batch] on the host, scalars after select().
     q_offset: Any = None
@@ -302,6 +303,7 @@ class Score:
 
 ONE_FOR_EACH = ("q_offset", "q_lengths", "kv_lengths")  # the leaves with one number for each batch element
 PAIRWISE = ("mask", "bias")  # those with one for each pair
+WITH_GRADIENTS = ("bias", "sinks", "args")  # those that have gradients, where they are floats
 LEAVES = tuple(field.name for field in dataclasses.fields(Score) if not field.metadata.get("static"))
 
 

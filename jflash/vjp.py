@@ -6,11 +6,13 @@ import functools
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
 from jflash import derivatives, varying
-from jflash.score import Score
+from jflash.score import WITH_GRADIENTS, Score
 
 
 class Engine(Protocol):
@@ -34,7 +36,10 @@ class Engine(Protocol):
     def backward(
         self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array, /
     ) -> tuple[Array, Array, Array, Score]:
-        """(dq, dk, dv, dscore): dscore holds the gradients of the Score's floating-point leaves, and no others."""
+        """(dq, dk, dv, dscore): dscore holds the gradients of the Score's floating-point leaves, and no others.
+
+        Those of Score.constants may be None: nobody asks for them.
+        """
         ...
 
 
@@ -49,16 +54,28 @@ def _attend(engine: Engine, q: Array, k: Array, v: Array, score: Score) -> tuple
     return derivatives.once(engine.forward)(q, k, v, score)
 
 
-def _forward(engine: Engine, q: Array, k: Array, v: Array, score: Score):
+def _forward(engine: Engine, *primals: Any):
+    q, k, v, score = custom_vjp_primal_tree_values(primals)
     o, lse = derivatives.once(engine.forward)(q, k, v, score)
     # Named, so that a jax.checkpoint policy can keep them: save_only_these_names("jflash_o", "jflash_lse").
     o, lse = checkpoint_name(o, "jflash_o"), checkpoint_name(lse, "jflash_lse")
+    score = score.replace(constants=_constants(*primals))
     return (o, lse), (q, k, v, score, o, lse)
 
 
 def _backward(engine: Engine, residuals, cotangents):
-    return derivatives.once(engine.backward)(*residuals, *cotangents)
+    pairs = zip(cotangents, residuals[-2:], strict=True)
+    do, dlse = (jnp.zeros_like(primal) if isinstance(x, SymbolicZero) else x for x, primal in pairs)
+    dq, dk, dv, dscore = derivatives.once(engine.backward)(*residuals, do, dlse)
+    return dq, dk, dv, dscore.replace(constants=())
 
 
-_attend.defvjp(_forward, _backward)
+def _constants(q: Any, k: Any, v: Any, score: Score) -> tuple[str, ...]:
+    """The names of what is not differentiated here."""
+    named = {"q": q, "k": k, "v": v} | {name: getattr(score, name) for name in WITH_GRADIENTS}
+    leaves = functools.partial(jax.tree.leaves, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    return tuple(name for name, x in named.items() if not any(leaf.perturbed for leaf in leaves(x)))
+
+
+_attend.defvjp(_forward, _backward, symbolic_zeros=True)
 attend_jitted = jax.jit(_attend, static_argnums=0)  # so that a call outside of jit compiles once, not operation by operation

@@ -66,8 +66,10 @@ def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: dict[str, int]
     head_dim, v_dim = widths["dk"], widths["dv"]
     k, v = Matrix(inputs.k, head_dim).load(cols, seen), Matrix(inputs.v, v_dim).load(cols, seen)
 
+    heads_of_group = jnp.int32(group)
+
     def visit(t, grads, masked):
-        i, head = (t, None) if group == 1 else (lax.div(t, group), lax.rem(t, group))
+        i, head = (t, None) if group == 1 else (lax.div(t, heads_of_group), lax.rem(t, heads_of_group))
         rows = Span(i * launcher.block_q, launcher.block_q)
         # Keys run down and queries across: p and dqk then enter their products from registers, as they are.
         place = Place(batch, kv_head * group + (0 if head is None else head), head=head)

@@ -201,7 +201,7 @@ class Matrix:
         """(view of the ref, mask or None, chunk size) of each chunk."""
         start = 0
         for size in chunks(self.width, self.like or self.ref.dtype):
-            index = (self.batch, _slice(rows), self.head, pl.ds(lax.full((), start, jnp.int32), size))
+            index = (self.batch, _slice(rows), self.head, _slice(Span(start, size)))
             view = self.ref.at[tuple(x for x in index if x is not None)]
             mask = None if keep is None else jnp.broadcast_to(keep[:, None], (rows.size, size))
             if start + size > self.width:
@@ -238,7 +238,8 @@ class Vector:
 
 
 def _slice(span: Span) -> pl.Slice:
-    return pl.ds(span.start, span.size)
+    # A Python int would be an int64 beside int32s in 64-bit mode, for the interpreter.
+    return pl.ds(jnp.asarray(span.start, jnp.int32), span.size)
 
 
 def _load(view, mask, other):
