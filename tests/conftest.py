@@ -4,6 +4,7 @@ import os
 
 import hypothesis
 import jax
+import pytest
 
 from jflash import machine_code
 
@@ -15,3 +16,12 @@ jax.config.update("jax_num_cpu_devices", 8)  # for what runs on several of them
 
 hypothesis.settings.register_profile("jflash", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("jflash")
+
+
+@pytest.fixture(scope="module")
+def quickly_compiled():
+    """For modules in which compiling for the CPU takes the time, and not what is compiled."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

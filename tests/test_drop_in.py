@@ -12,6 +12,7 @@ from checks import normal
 from jflash import accuracy, dot_product_attention
 from jflash.cases import Case
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 NAMES = {"causal": "is_causal", "window": "local_window_size", "q_lengths": "query_seq_lengths"}
 NAMES |= {"kv_lengths": "key_value_seq_lengths", "scale": "scale", "mask": "mask"}
 
@@ -49,15 +50,6 @@ def outputs(fn, case, arrays, empty, **how):
 
     q, k, v, do, parameters = jax.tree.map(lambda x: jnp.asarray(x, case.dtype), (*arrays[:4], case.parameters()))
     return jax.jit(all_of)(q, k, v, do, **parameters)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    """Compiling is what takes the time here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

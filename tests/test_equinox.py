@@ -14,6 +14,7 @@ from models import assert_alike, assert_trains, trainer
 from jflash import dropout_mask
 from jflash.equinox import MultiheadAttention, rotate
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 BATCH, LENGTH, WIDTH, HEADS = 2, 37, 16, 2
 KEY = jax.random.key(0)
 CAUSAL = np.tri(LENGTH, dtype=bool)
@@ -22,15 +23,6 @@ MASKS = {
     "padding": np.broadcast_to(np.arange(LENGTH) < 23, (LENGTH, LENGTH)),
     "for each head": CAUSAL & ((np.random.default_rng(0).random((HEADS, LENGTH, LENGTH)) < 0.5) | np.eye(LENGTH, dtype=bool)),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    """Compiling is what takes the time here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 # ------------------------------------------------------------------------------------------- forward, gradients, training

@@ -16,17 +16,9 @@ from models import assert_alike, assert_trains, trainer
 from jflash import alibi_slopes, attention, dropout_mask
 from jflash.flax import attention_fn
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 BATCH, LENGTH, WIDTH, HEADS = 2, 37, 16, 2
 TILED = functools.partial(attention_fn, block_sizes=SMALL_TILES)  # several tiles
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    """Compiling is what takes the time here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 # ------------------------------------------------------------------------------------------- the models

@@ -17,19 +17,11 @@ from jax.sharding import Mesh
 from jflash import accuracy, attention, machine_code
 from jflash.cases import SCORE_FNS
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 MISSING = machine_code.missing_wheels()
 needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 EVERYWHERE = pytest.mark.parametrize("implementation", TILED)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    """Compiling is what takes the time here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def inputs(*lead):
