@@ -102,7 +102,8 @@ def attention(
       mask: bool, broadcastable to `[batch, heads, q_len, kv_len]`: True where a query sees a key.
       mask_fn: mask_fn(b, h, i, j) -> bool, the same as a function of batch element, head and the positions of query
         and key, int32 scalars or arrays that broadcast against each other. Elementwise JAX, traced into each tile;
-        closes over no arrays. A new function means a new compilation: define it once, not in each call.
+        closes over no arrays. b and h count in the whole of sharded arrays, but inside jax.shard_map on each device. A
+        new function means a new compilation: define it once, not in each call.
       scale: what q·kᵀ is multiplied by; 1 / sqrt(head_dim) by default. A Python number, not a traced value.
       softcap: c > 0, a Python number: logits become c · tanh(logit / c), smoothly limited to ±c.
       bias: float of at most 32 bits (64 for float64), broadcastable to `[batch, heads, q_len, kv_len]`, added to the
