@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jflash import dropout
-from jflash.blocks import BlockSizes
+from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.numerics import accumulator, known
 
 # No position lies farther from 0, so that sums of three of them (an offset, an index, a window) fit into int32.
@@ -90,6 +90,12 @@ def arrays(q: Array, k: Array, v: Array) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.shape[-3] > FARTHEST:
             raise ValueError(f"{name} must be at most {FARTHEST} long, got {x.shape[-3]}")
+
+
+def block_sizes(value) -> BlockSizes:
+    if value is not None and not isinstance(value, BlockSizes):
+        raise TypeError(f"block_sizes must be a jflash.BlockSizes or None, got {value!r}")
+    return value or DEFAULTS
 
 
 # ------------------------------------------------------------------------------------------------------ visibility

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jflash import arguments, gpu, kernels
 from jflash.arguments import MaskFn, Options, ScoreFn
-from jflash.blocks import DEFAULTS, BlockSizes
+from jflash.blocks import BlockSizes
 from jflash.kernels import Triton
 from jflash.numerics import accumulator
 from jflash.partition import Everywhere
@@ -149,8 +149,7 @@ def attention(
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     arguments.arrays(q, k, v)
-    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
-        raise TypeError(f"block_sizes must be a jflash.BlockSizes or None, got {block_sizes!r}")
+    blocks = arguments.block_sizes(block_sizes)
     batched = q.ndim == 4
     if not batched:
         q, k, v = q[None], k[None], v[None]
@@ -159,7 +158,7 @@ def attention(
         kv_lengths=kv_lengths, mask=mask, mask_fn=mask_fn, scale=scale, softcap=softcap, bias=bias, score_fn=score_fn,
         score_args=score_args, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
     )  # fmt: skip
-    engine = engine_of(implementation, block_sizes or DEFAULTS, precision, q, v)
+    engine = engine_of(implementation, blocks, precision, q, v)
 
     if q.size == 0 or k.size == 0 or v.size == 0:  # no query or no key: nothing to launch a kernel for
         o, lse = nothing(q, v, score)

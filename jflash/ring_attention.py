@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jflash import arguments, varying
 from jflash.attention import engine_of, nothing
-from jflash.blocks import DEFAULTS, BlockSizes
+from jflash.blocks import BlockSizes
 from jflash.ring import Ring, attend
 from jflash.score import Score
 
@@ -86,8 +86,7 @@ def ring_attention(
     size = _size_of_ring(axis_name)
     arguments.arrays(q, k, v)
     _check_split(axis_name, q=q, k=k, v=v)
-    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
-        raise TypeError(f"block_sizes must be a jflash.BlockSizes or None, got {block_sizes!r}")
+    blocks = arguments.block_sizes(block_sizes)
     batched = q.ndim == 4
     if not batched:
         q, k, v = q[None], k[None], v[None]
@@ -95,7 +94,7 @@ def ring_attention(
     score = Score.of(
         q, k, batched=batched, causal=causal, window=window, segment_ids=segment_ids, scale=scale, softcap=softcap, sinks=sinks
     )  # fmt: skip
-    engine = engine_of(implementation, block_sizes or DEFAULTS, precision, q, v)
+    engine = engine_of(implementation, blocks, precision, q, v)
     if engine is None:
         raise ValueError("implementation must not be 'naive' in ring_attention, which merges what tiled ones return")
 

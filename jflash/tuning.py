@@ -17,7 +17,6 @@ from jax.typing import ArrayLike
 
 from jflash import arguments, gpu, kernels, machine_code, progress, tuner, user_cache, vjp
 from jflash.arguments import Options, ScoreOptions
-from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.kernels import Triton
 from jflash.launch_table import Entry, Key
 from jflash.machine_code import Target
@@ -143,9 +142,7 @@ class _Problem(NamedTuple):
         """Checks the arguments as attention() does."""
         if unknown := set(options) - set(Options.__annotations__) - set(ScoreOptions.__annotations__):
             raise TypeError(f"options must be those of attention() but return_lse, got {', '.join(sorted(unknown))}")
-        block_sizes = options.get("block_sizes")
-        if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
-            raise TypeError(f"block_sizes must be a jflash.BlockSizes or None, got {block_sizes!r}")
+        blocks = arguments.block_sizes(options.get("block_sizes"))
         of_score = {name: value for name, value in options.items() if name in ScoreOptions.__annotations__}
         arguments.arrays(q, k, v)
         batched = q.ndim == 4
@@ -156,7 +153,7 @@ class _Problem(NamedTuple):
         score = Score.of(q, k, batched=batched, **of_score)
         if 0 in (q.size, k.size, v.size):
             raise ValueError(f"there is no launch to choose where q, k or v is empty, got {q.shape}, {k.shape}, {v.shape}")
-        return cls(q, k, v, score, Triton(block_sizes or DEFAULTS, options.get("precision")))
+        return cls(q, k, v, score, Triton(blocks, options.get("precision")))
 
     @property
     def kernels(self) -> tuple[str, ...]:
