@@ -4,8 +4,12 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jflash import BlockSizes, accuracy
+from jflash import BlockSizes, accuracy, machine_code
+
+MISSING = machine_code.missing_wheels()
+needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 TILED = ("xla", "interpret")
 SMALL_TILES = BlockSizes(

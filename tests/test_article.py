@@ -14,12 +14,11 @@ import pytest
 
 pytest.importorskip("rich")
 
+from checks import needs_compiler
+
 from benchmarks import matmul_tiling, softmax
 from benchmarks.matmul_tiling import NAIVE, Blocks, matmul
 from jflash import machine_code
-
-MISSING = machine_code.missing_wheels()
-needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 TILED = Blocks(32, 64, 16)
 

@@ -11,12 +11,10 @@ import pytest
 
 pytest.importorskip("rich")
 
+from checks import needs_compiler
+
 from benchmarks import attention, plot
 from benchmarks import machine_code as program
-from jflash import machine_code
-
-MISSING = machine_code.missing_wheels()
-needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 
 @needs_compiler

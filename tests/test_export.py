@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import normal
+from checks import needs_compiler, normal
 from jax import export
 from jax.sharding import Mesh
 
 from jflash import attention, machine_code
 
 pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
-needs_compiler = pytest.mark.skipif(bool(machine_code.missing_wheels()), reason="machine_code.WHEELS are not installed")
 # JAX promises of no Triton kernel that a later version will run it, so the caller has to say that it is meant.
 TRITON = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
 

@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from checks import needs_compiler
 from jax.interpreters import mlir
 from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
@@ -18,9 +19,6 @@ from jflash import machine_code
 from jflash.cases import SCORE_FNS
 from jflash.machine_code import GPUS, compiler, loops
 from jflash.machine_code.kernel import Assembled
-
-MISSING = machine_code.missing_wheels()
-needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 KERNELS = ("jflash_forward", "jflash_delta", "jflash_dkv", "jflash_dq")
 APART = ("jflash_forward", "jflash_delta", "jflash_dk", "jflash_dv", "jflash_dq")  # where head_dim is large

@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("rich")
 
+from checks import needs_compiler
+
 from benchmarks import attention, native_triton
 from benchmarks import machine_code as program
 from jflash import accuracy, machine_code
@@ -21,11 +23,9 @@ from jflash.blocks import Launch
 from jflash.cases import Case
 from jflash.machine_code import GPUS, embedded
 
-MISSING = machine_code.missing_wheels()
 UNAVAILABLE = native_triton.unavailable()
 KERNELS = ("forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel")
 needs_triton = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
-needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 # ------------------------------------------------------------------------------------------------------------- values
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, judged, normal, references
+from checks import SMALL_TILES, judged, needs_compiler, normal, references
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -351,9 +351,6 @@ def test_two_hosts():
     for n, (host, text) in enumerate(zip(hosts, printed, strict=True)):
         assert host.returncode == 0, text
         assert f"host {n}: 2 of 4 shares agree" in text
-
-
-needs_compiler = pytest.mark.skipif(bool(machine_code.missing_wheels()), reason="not installed: the compiler for GPUs")
 
 
 @needs_compiler

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, normal, references
+from checks import SMALL_TILES, needs_compiler, normal, references
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +18,6 @@ from jflash.cases import Case
 from jflash.shardings import Cut
 
 MODES = ("shardy", "gspmd", "explicit")
-needs_compiler = pytest.mark.skipif(bool(machine_code.missing_wheels()), reason="machine_code.WHEELS are not installed")
 
 
 @pytest.fixture(autouse=True)

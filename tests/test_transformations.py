@@ -10,7 +10,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, TILED, normal
+from checks import SMALL_TILES, TILED, needs_compiler, normal
 from jax import export
 from jax.sharding import Mesh
 
@@ -18,8 +18,6 @@ from jflash import accuracy, attention, machine_code
 from jflash.cases import SCORE_FNS
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
-MISSING = machine_code.missing_wheels()
-needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 EVERYWHERE = pytest.mark.parametrize("implementation", TILED)
 

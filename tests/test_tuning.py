@@ -11,7 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import normal
+from checks import needs_compiler, normal
 from jax.experimental.compilation_cache import compilation_cache
 
 import jflash
@@ -23,9 +23,6 @@ from jflash.machine_code import GPUS
 from jflash.probe import Bench, Built, Refused
 from jflash.score import Score
 from jflash.tuner import Tuner
-
-MISSING = machine_code.missing_wheels()
-needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 FAMILIES = sorted({gpu.family(target.kind) for target in GPUS.values()})
 SHIPPED = {family: blocks.shipped(family) for family in FAMILIES}
