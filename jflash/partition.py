@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDevi
 from jflash.numerics import accumulator
 from jflash.primitive import Call, attend_p, no_mesh
 from jflash.score import Score
+from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.shardings import Cut
 from jflash.vjp import Engine
 
@@ -40,13 +41,11 @@ class Everywhere:
     def result_dtype(self, dtype):
         return self.elsewhere.result_dtype(dtype)
 
-    def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+    def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
         o, lse = _bind(Call.of(self.gpu, self.elsewhere, q, k, v, score), q, k, v, score)
         return o, lse
 
-    def backward(
-        self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array
-    ) -> tuple[Array, Array, Array, Score]:
+    def backward(self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
         call = Call.of(self.gpu, self.elsewhere, q, k, v, score, o, lse, do, dlse)
         gradients = dict(zip(call.wanted, _bind(call, q, k, v, score, o, lse, do, dlse), strict=True))
         dq, dk, dv, dscore, *_ = jax.tree.map(gradients.get, call.tree.unflatten(range(len(call.dims))))

@@ -24,14 +24,15 @@ from jflash import numerics, ranges, tile, varying
 from jflash.numerics import accumulator
 from jflash.reference.online import row_delta
 from jflash.score import Score
+from jflash.shapes import K, O, PerHead, PerQuery, Q, V
 from jflash.vjp import Engine
 
 
 class Keys(NamedTuple):
     """One chunk of keys: what travels."""
 
-    k: Array
-    v: Array
+    k: K
+    v: V
     segments: Array | None
 
 
@@ -48,7 +49,7 @@ class Ring:
         """The chunks of an array of this device's tokens."""
         return [None] * self.chunks if x is None else jnp.split(x, self.chunks, axis)
 
-    def cut_keys(self, k: Array, v: Array, score: Score) -> tuple[Keys, ...]:
+    def cut_keys(self, k: K, v: V, score: Score) -> tuple[Keys, ...]:
         return tuple(map(Keys, self.cut(k), self.cut(v), self.cut(score.kv_segments)))
 
     def shift(self, tree: Any, by: int = 1) -> Any:
@@ -92,7 +93,7 @@ class Ring:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def attend(ring: Ring, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+def attend(ring: Ring, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
     """(o, lse) of this device's queries, both differentiable in q, k, v and the sinks.
 
     Shapes as in ring_attention, batch included; all arrays vary over the ring.
@@ -101,7 +102,7 @@ def attend(ring: Ring, q: Array, k: Array, v: Array, score: Score) -> tuple[Arra
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+def _ring(ring: Ring, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
     axes, dtype = varying.axes(q), accumulator(q.dtype)
     queries, keys = ring.cut(q), ring.cut_keys(k, v, score)
     steps, _ = ring.plan(score)
@@ -179,11 +180,10 @@ def _ring_backward(ring: Ring, residuals, cotangents):
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+def merged(one: tuple[O, PerQuery], other: tuple[O, PerQuery]) -> tuple[O, PerQuery]:
     """(o, lse) of rows that have seen both the keys of `one` and those of `other`.
 
-    o is `[batch, q_len, heads, v_dim]` and lse `[batch, heads, q_len]`; the weights of the two sum to one, and those of rows
-    that have seen nothing are 0.
+    The weights of the two sum to one, and those of rows that have seen nothing are 0.
     """
     (one_o, one_lse), (other_o, other_lse) = one, other
     largest = jnp.maximum(one_lse, other_lse)
@@ -196,12 +196,12 @@ def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array,
 
 # So that what is the same in several places of a program is traced once.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(engine: Engine, q: Array, k: Array, v: Array, part: Score) -> tuple[Array, Array]:
+def _forward(engine: Engine, q: Q, k: K, v: V, part: Score) -> tuple[O, PerQuery]:
     return engine.forward(q, k, v, part)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(engine: Engine, rows: tuple, k: Array, v: Array, part: Score) -> tuple[Array, ...]:
+def _backward(engine: Engine, rows: tuple, k: K, v: V, part: Score) -> tuple[Q, K, V]:
     q, *rest = rows
     return engine.backward(q, k, v, part, *rest)[:3]
 
@@ -210,7 +210,7 @@ def _loop(lo: int, hi: int, body: Callable, carry: Any) -> Any:
     return lax.fori_loop(lo, hi, body, carry) if lo < hi else carry  # else the body would be compiled all the same
 
 
-def _unseen(q: Array, v_dim: int, sinks: Array | None, dtype) -> tuple[Array, Array]:
+def _unseen(q: Q, v_dim: int, sinks: PerHead | None, dtype) -> tuple[O, PerQuery]:
     """(o, lse) of queries that have seen no keys yet but, if there is one, their sink."""
     batch, q_len, heads, _ = q.shape
     lse = jnp.full((heads, 1), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)[:, None]

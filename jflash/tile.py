@@ -11,21 +11,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from jflash import numerics
 from jflash.numerics import Arithmetic
 from jflash.score import Operands, Pairs, Score
-
-Chunks = tuple[Array, ...]
+from jflash.shapes import OfCols, OfRows, PerHead, PerQuery, PerRow, PerRowOrCol, Tile, Visible
 
 
 class Softmax(NamedTuple):
     """The running softmax of some rows."""
 
-    m: Array  # [rows] largest logit so far, in units of score.unit
-    l: Array  # [rows] sum of exp(logit - m) so far
-    acc: Chunks  # [rows, chunk] sum of exp(logit - m) * v so far
+    m: PerRow  # largest logit so far, in units of score.unit
+    l: PerRow  # sum of exp(logit - m) so far
+    acc: OfRows  # sum of exp(logit - m) * v so far
 
 
 def start(rows: int, v_chunks: tuple[int, ...], dtype, score: Score) -> Softmax:
@@ -41,7 +39,7 @@ def start(rows: int, v_chunks: tuple[int, ...], dtype, score: Score) -> Softmax:
 
 
 def forward(
-    state: Softmax, q: Chunks, k: Chunks, v: Chunks, score: Score, at: Pairs, visible: Array | None, arith: Arithmetic
+    state: Softmax, q: OfRows, k: OfCols, v: OfCols, score: Score, at: Pairs, visible: Visible | None, arith: Arithmetic
 ) -> Softmax:  # fmt: skip
     """Shows one tile of keys to the rows. `visible`: None where all pairs are."""
     x = score.logit(_operands(score, arith.inner(q, k), at, visible), at)
@@ -58,7 +56,7 @@ def forward(
     return Softmax(m, l, numerics.add(tuple(a * alpha[:, None] for a in state.acc), arith.combine(p, v)))
 
 
-def finish(state: Softmax, score: Score) -> tuple[Chunks, Array]:
+def finish(state: Softmax, score: Score) -> tuple[OfRows, PerRow]:
     """(o, lse) of rows that have seen all their keys; o = 0 and lse = -inf where there were none."""
     o = tuple(numerics.divide_or_zero(a, state.l[:, None]) for a in state.acc)
     if score.upscale != 1:
@@ -66,7 +64,7 @@ def finish(state: Softmax, score: Score) -> tuple[Chunks, Array]:
     return o, state.m * score.unit + jnp.log(state.l)
 
 
-def delta(o: Chunks, do: Chunks, lse: Array, dlse: Array) -> tuple[Array, Array]:
+def delta(o: OfRows, do: OfRows, lse: PerRow, dlse: PerRow) -> tuple[PerRow, PerRow]:
     """(lse2, delta) of each row: what the backward needs to know of the forward.
 
     dp - delta is the cotangent of a row's logits over its probabilities, where delta = rowsum(o · do) - dlse.
@@ -78,12 +76,13 @@ def delta(o: Chunks, do: Chunks, lse: Array, dlse: Array) -> tuple[Array, Array]
 class Cotangents(NamedTuple):
     """What one tile adds to the gradients, before any sum."""
 
-    p: Array  # the probabilities that reached v: those that dropout kept, scaled
+    p: Tile  # the probabilities that reached v: those that dropout kept, scaled
     operands: Operands  # of what the logits were computed from; that of qk lacks the factor `unit`
 
 
 def backward(
-    qk: Array, dp: Array, lse2: Array, delta: Array, score: Score, at: Pairs, visible: Array | None, arith: Arithmetic
+    qk: Tile, dp: Tile, lse2: PerRowOrCol, delta: PerRowOrCol,
+    score: Score, at: Pairs, visible: Visible | None, arith: Arithmetic,
 ) -> Cotangents:  # fmt: skip
     """One tile from its products qk and dp = do · vᵀ.
 
@@ -105,8 +104,8 @@ def backward(
     return Cotangents(reached, operands)
 
 
-def sinks_cotangent(sinks: Array, lse: Array, delta: Array) -> Array:
-    """The gradient of the sinks `[heads]` from lse and delta `[batch, heads, q_len]`.
+def sinks_cotangent(sinks: PerHead, lse: PerQuery, delta: PerQuery) -> PerHead:
+    """The gradient of the sinks from lse and delta.
 
     A sink is a key whose value is 0, so its dp is 0.
     """
@@ -114,6 +113,6 @@ def sinks_cotangent(sinks: Array, lse: Array, delta: Array) -> Array:
     return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
 
 
-def _operands(score: Score, qk: Array, at: Pairs, visible: Array | None) -> Operands:
+def _operands(score: Score, qk: Tile, at: Pairs, visible: Visible | None) -> Operands:
     operands = score.operands(qk, at)
     return operands if visible is None or score.plain else operands.where(visible)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
 from jflash import derivatives, varying
 from jflash.score import WITH_GRADIENTS, Score
+from jflash.shapes import K, O, PerQuery, Q, V
 
 
+@runtime_checkable  # for the tests, see shapes.py
 class Engine(Protocol):
     """Something that computes attention and its gradient. Hashable: it is a static argument of custom_vjp."""
 
@@ -29,13 +30,11 @@ class Engine(Protocol):
         """The dtype of o, dq, dk and dv where q has `dtype`."""
         ...
 
-    def forward(self, q: Array, k: Array, v: Array, score: Score, /) -> tuple[Array, Array]:
+    def forward(self, q: Q, k: K, v: V, score: Score, /) -> tuple[O, PerQuery]:
         """(o, lse)"""
         ...
 
-    def backward(
-        self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array, /
-    ) -> tuple[Array, Array, Array, Score]:
+    def backward(self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery, /) -> tuple[Q, K, V, Score]:
         """(dq, dk, dv, dscore): dscore holds the gradients of the Score's floating-point leaves, and no others.
 
         Those of Score.constants may be None: nobody asks for them.
@@ -43,14 +42,14 @@ class Engine(Protocol):
         ...
 
 
-def attend(engine: Engine, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+def attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
     """(o, lse), both differentiable in q, k, v and the floating-point leaves of the score: in reverse mode, once."""
     q, k, v, score = derivatives.reverse_mode_only(varying.alike(q, k, v, score))
     return attend_jitted(engine, q, k, v, score)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(engine: Engine, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+def _attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
     return derivatives.once(engine.forward)(q, k, v, score)
 
 

@@ -1,7 +1,9 @@
 """What several tests share: small tiles, and the one comparison with float64."""
 
+import contextlib
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,14 +19,27 @@ SMALL_TILES = BlockSizes(
 )  # so that short sequences have many tiles
 
 
+@contextlib.contextmanager
+def compiling_quickly():
+    """Where compiling for the CPU takes the time, and not what is compiled."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @functools.cache
 def references(case):
     arrays = case.arrays()
-    return arrays, accuracy.run(case, arrays, implementation="naive"), accuracy.exact(case, arrays)
+    with compiling_quickly():
+        return arrays, accuracy.run(case, arrays, implementation="naive"), accuracy.exact(case, arrays)
 
 
 def check(case, **how):
-    return judged(case, accuracy.run(case, references(case)[0], **how))
+    """Of implementations only "xla" is compiled for a CPU as its users compile it: for the kernels that is no home."""
+    arrays = references(case)[0]
+    with contextlib.nullcontext() if how.get("implementation") in (None, "xla") else compiling_quickly():
+        return judged(case, accuracy.run(case, arrays, **how))
 
 
 def judged(case, got):

@@ -4,9 +4,15 @@ import os
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 
-from jflash import machine_code
+# Shapes that these modules state are checked at each call. Those that check arguments themselves are not among them.
+SHAPES_ARE_CHECKED_IN = "jflash.tile", "jflash.reference", "jflash.kernels", "jflash.ring", "jflash.partition"
+with jaxtyping.install_import_hook(SHAPES_ARE_CHECKED_IN, "typechecker.check"):
+    from checks import compiling_quickly
+
+    from jflash import machine_code
 
 os.environ["JFLASH_CACHE_DIR"] = os.devnull  # nothing that was tuned on this machine
 
@@ -20,8 +26,5 @@ hypothesis.settings.load_profile("jflash")
 
 @pytest.fixture(scope="module")
 def quickly_compiled():
-    """For modules in which compiling for the CPU takes the time, and not what is compiled."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with compiling_quickly():
+        yield

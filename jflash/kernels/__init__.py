@@ -19,6 +19,7 @@ from jflash.kernels.launch import Launcher
 from jflash.launch_table import Entry, Key
 from jflash.numerics import result_dtype
 from jflash.score import Score
+from jflash.shapes import K, O, PerQuery, Q, V
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 LARGEST_HEAD_DIM = 256
@@ -49,13 +50,11 @@ class Triton:
     def result_dtype(self, dtype):
         return result_dtype(dtype, self.partial)
 
-    def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+    def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
         launcher = self.launcher("forward", q, v, score)
         return forward(q, k, v, with_visits("forward", self.prepared(score, q, k, v), launcher), launcher)
 
-    def backward(
-        self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array
-    ) -> tuple[Array, Array, Array, Score]:
+    def backward(self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
         lse2, row_delta = delta(o, do, lse, dlse, self.launcher("delta", q, v, score))
         arrays = q, k, v, do, lse2, row_delta
         dscore = score.only()
@@ -78,14 +77,14 @@ class Triton:
                     dscore = dscore.replace(args=dargs(inputs, launcher))
         return grads["dq"], grads["dk"], grads["dv"], dscore
 
-    def launcher(self, kernel: str, q: Array, v: Array, score: Score) -> Launcher:
+    def launcher(self, kernel: str, q: Q, v: V, score: Score) -> Launcher:
         return Launcher(self.entry(kernel, q, v, score).launch, self.precision, self.interpret, self.partial)
 
-    def entry(self, kernel: str, q: Array, v: Array, score: Score) -> Entry:
+    def entry(self, kernel: str, q: Q, v: V, score: Score) -> Entry:
         """How a kernel is launched, and why so."""
         return self.blocks.over(blocks.default(key_of(kernel, q, v, score)))
 
-    def prepared(self, score: Score, q: Array, k: Array, v: Array) -> Score:
+    def prepared(self, score: Score, q: Q, k: K, v: V) -> Score:
         """`score` with what the kernels need besides: what is reached, and a mask that Pallas reads right.
 
         Pallas computes offsets in 32 bits up to 2**32 bytes, which is not enough for bytes from 2**31 on: two for each
@@ -99,13 +98,13 @@ class Triton:
         return score.replace(mask=score.mask.astype(jnp.int8)) if self.interpret else score
 
 
-def key_of(kernel: str, q: Array, v: Array, score: Score) -> Key:
+def key_of(kernel: str, q: Q, v: V, score: Score) -> Key:
     """What the launch of a kernel is chosen for."""
     lengths = map(launch_table.length_class, (score.q_len, score.kv_len))
     return Key(kernel, 8 * q.dtype.itemsize, q.shape[-1], v.shape[-1], score.options_class, *lengths)
 
 
-def used(q: Array, v: Array, score: Score) -> tuple[str, ...]:
+def used(q: Q, v: V, score: Score) -> tuple[str, ...]:
     """The kernels that attention and its gradient launch, in their order."""
     of_arrays = ("dscore",) if score.bias is not None or any(score.differentiable_args) else ()
     return "forward", "delta", *blocks.kernels_of_keys(key_of("dkv", q, v, score)), "dq", *of_arrays

@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.experimental import pallas as pl
 
 from jflash import tile
@@ -14,10 +13,11 @@ from jflash.kernels import memory
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Vector
 from jflash.ranges import Span
+from jflash.shapes import O, PerQuery
 
 
-def delta(o: Array, do: Array, lse: Array, dlse: Array, launcher: Launcher) -> tuple[Array, Array]:
-    """(lse2, delta), both float32 `[batch, heads, q_len]`: see tile.delta."""
+def delta(o: O, do: O, lse: PerQuery, dlse: PerQuery, launcher: Launcher) -> tuple[PerQuery, PerQuery]:
+    """(lse2, delta), both float32: see tile.delta."""
     batch, q_len, heads, v_dim = o.shape
     head = lambda i, h, b: (b, h)
     matrix, vector = memory.matrix_spec(o, None, head), memory.vector_spec(q_len, None, head)

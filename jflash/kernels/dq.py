@@ -6,7 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 
 from jflash import numerics, ranges, tile
@@ -15,9 +15,10 @@ from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place, Vector
 from jflash.ranges import Span
+from jflash.shapes import Q
 
 
-def dq(inputs: Inputs, launcher: Launcher) -> Array:
+def dq(inputs: Inputs, launcher: Launcher) -> Q:
     """dq, shaped like q."""
     q, k, v = inputs[:3]
     batch, q_len, heads, head_dim = q.shape

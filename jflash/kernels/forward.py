@@ -6,7 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 
 from jflash import ranges, tile
@@ -15,10 +15,11 @@ from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place, Vector
 from jflash.ranges import Span
 from jflash.score import Score
+from jflash.shapes import K, O, PerQuery, Q, V
 
 
-def forward(q: Array, k: Array, v: Array, score: Score, launcher: Launcher) -> tuple[Array, Array]:
-    """(o, lse) of q, k, v: o `[batch, q_len, heads, v_dim]`, lse float32 `[batch, heads, q_len]`, natural."""
+def forward(q: Q, k: K, v: V, score: Score, launcher: Launcher) -> tuple[O, PerQuery]:
+    """(o, lse) of q, k, v: lse float32, natural."""
     batch, q_len, heads, head_dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     group = heads // kv_heads

@@ -13,10 +13,11 @@ from jax import Array, lax
 
 from jflash import dropout
 from jflash.score import Score, on_arrays
+from jflash.shapes import K, O, PerQuery, Q, V
 
 
 @functools.partial(jax.jit, static_argnames="precision")
-def naive_attention(q: Array, k: Array, v: Array, score: Score, *, precision: lax.PrecisionLike = None) -> tuple[Array, Array]:
+def naive_attention(q: Q, k: K, v: V, score: Score, *, precision: lax.PrecisionLike = None) -> tuple[O, PerQuery]:
     """(o, lse) = (softmax(scale · q·kᵀ) · v, logsumexp(scale · q·kᵀ)), with rows that see no key 0 and -inf.
 
     Shapes as in jflash.attention, batch included; Score.of() makes a score.

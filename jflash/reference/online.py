@@ -21,6 +21,7 @@ from jflash.blocks import DEFAULTS, BlockSizes
 from jflash.numerics import Arithmetic
 from jflash.ranges import Span
 from jflash.score import ONE_FOR_EACH, PAIRWISE, Pairs, Score
+from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.vjp import attend
 
 TILE_ELEMENTS = 2**20  # of one tile of logits over all batch elements and heads: 4 MiB of float32, a second-level cache
@@ -40,7 +41,7 @@ class Online:
     def result_dtype(self, dtype):
         return numerics.result_dtype(dtype, self.partial)
 
-    def forward(self, q: Array, k: Array, v: Array, score: Score) -> tuple[Array, Array]:
+    def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
         layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)
         score = layout.cut_score(ranges.with_kv_visits(score, layout.block_q, layout.block_kv))
         k_tiles, v_tiles = layout.cut_keys(k), layout.cut_keys(v)
@@ -66,9 +67,7 @@ class Online:
         o, lse = lax.map(row_of_tiles, (jnp.arange(layout.q_count, dtype=jnp.int32), layout.cut_queries(q)))
         return layout.join_queries(o), layout.join_rows(lse)
 
-    def backward(
-        self, q: Array, k: Array, v: Array, score: Score, o: Array, lse: Array, do: Array, dlse: Array
-    ) -> tuple[Array, Array, Array, Score]:
+    def backward(self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
         """(dq, dk, dv, dscore). One loop over the tiles does for all of them, five products a tile."""
         layout = Layout.of(q, v, self.blocks.block_q_dkv, self.blocks.block_kv_dkv)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
@@ -136,8 +135,8 @@ class Online:
         return x.astype(self.result_dtype(dtype))
 
 
-def row_delta(o: Array, do: Array, lse: Array, dlse: Array) -> tuple[Array, Array]:
-    """(lse2, delta) `[batch, heads, q_len]`, see tile.delta."""
+def row_delta(o: O, do: O, lse: PerQuery, dlse: PerQuery) -> tuple[PerQuery, PerQuery]:
+    """(lse2, delta), see tile.delta."""
     of_head = lambda o, do, lse, dlse: tile.delta((o,), (do,), lse, dlse)
     return jax.vmap(jax.vmap(of_head, in_axes=(1, 1, 0, 0)))(o, do, lse, dlse)
 
@@ -320,8 +319,8 @@ def _pad(x: Array, length: int, value: float, axis: int = 1) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("blocks", "precision"))
 def online_attention(
-    q: Array, k: Array, v: Array, score: Score, *, blocks: BlockSizes = DEFAULTS, precision=None
-) -> tuple[Array, Array]:
+    q: Q, k: K, v: V, score: Score, *, blocks: BlockSizes = DEFAULTS, precision: lax.PrecisionLike = None
+) -> tuple[O, PerQuery]:
     """(o, lse) by online softmax over tiles of keys, with the tiled backward (Dao et al. 2022, algorithms 1 and 4).
 
     Shapes as in jflash.attention, batch included; Score.of() makes a score.
