@@ -15,9 +15,9 @@ from jflash import arguments, gpu, kernels
 from jflash.arguments import MaskFn, Options, ScoreFn
 from jflash.blocks import BlockSizes
 from jflash.kernels import Triton
-from jflash.numerics import accumulator
 from jflash.partition import Everywhere
 from jflash.reference import Online, naive_attention
+from jflash.reference.online import unseen
 from jflash.score import Score
 from jflash.vjp import Engine, attend
 
@@ -161,20 +161,13 @@ def attention(
     engine = engine_of(implementation, blocks, precision, q, v)
 
     if q.size == 0 or k.size == 0 or v.size == 0:  # no query or no key: nothing to launch a kernel for
-        o, lse = nothing(q, v, score)
+        o, lse = unseen(q, v, score, q.dtype)
     elif engine is None:
         o, lse = naive_attention(q, k, v, score, precision=precision)
     else:
         o, lse = attend(engine, q, k, v, score)
     o, lse = (o, lse) if batched else (o[0], lse[0])
     return (o, lse) if return_lse else o
-
-
-def nothing(q: Array, v: Array, score: Score) -> tuple[Array, Array]:
-    """(o, lse) of queries that see no key."""
-    shape, dtype = (q.shape[0], q.shape[2], q.shape[1]), accumulator(q.dtype)
-    sinks = jnp.float32(-jnp.inf) if score.sinks is None else score.sinks[:, None]
-    return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.broadcast_to(sinks.astype(dtype), shape)
 
 
 def engine_of(implementation: str | None, blocks: BlockSizes, precision, q: Array, v: Array) -> Engine | None:

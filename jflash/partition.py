@@ -45,7 +45,9 @@ class Everywhere:
         o, lse = _bind(Call.of(self.gpu, self.elsewhere, q, k, v, score), q, k, v, score)
         return o, lse
 
-    def backward(self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
+    def backward(
+        self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery
+    ) -> tuple[Q | None, K | None, V | None, Score]:
         call = Call.of(self.gpu, self.elsewhere, q, k, v, score, o, lse, do, dlse)
         gradients = dict(zip(call.wanted, _bind(call, q, k, v, score, o, lse, do, dlse), strict=True))
         dq, dk, dv, dscore, *_ = jax.tree.map(gradients.get, call.tree.unflatten(range(len(call.dims))))

@@ -22,9 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jflash import numerics, ranges, tile, varying
 from jflash.numerics import accumulator
-from jflash.reference.online import row_delta
+from jflash.reference.online import row_delta, unseen
 from jflash.score import Score
-from jflash.shapes import K, O, PerHead, PerQuery, Q, V
+from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.vjp import Engine
 
 
@@ -118,7 +118,7 @@ def _ring(ring: Ring, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
         arriving = ring.shift(keys)
         return arriving, see(step, keys, states)
 
-    start = [_unseen(chunk, v.shape[-1], score.sinks, dtype) for chunk in queries]
+    start = [unseen(chunk, v, score, dtype) for chunk in queries]
     keys, states = _loop(0, steps - 1, send_and_see, (keys, varying.over(axes, tuple(start))))
     o, lse = zip(*see(steps - 1, keys, states), strict=True)
     return jnp.concatenate(o, axis=1).astype(q.dtype), jnp.concatenate(lse, axis=2)
@@ -201,20 +201,13 @@ def _forward(engine: Engine, q: Q, k: K, v: V, part: Score) -> tuple[O, PerQuery
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(engine: Engine, rows: tuple, k: K, v: V, part: Score) -> tuple[Q, K, V]:
+def _backward(engine: Engine, rows: tuple, k: K, v: V, part: Score) -> tuple[Any, ...]:
     q, *rest = rows
     return engine.backward(q, k, v, part, *rest)[:3]
 
 
 def _loop(lo: int, hi: int, body: Callable, carry: Any) -> Any:
     return lax.fori_loop(lo, hi, body, carry) if lo < hi else carry  # else the body would be compiled all the same
-
-
-def _unseen(q: Q, v_dim: int, sinks: PerHead | None, dtype) -> tuple[O, PerQuery]:
-    """(o, lse) of queries that have seen no keys yet but, if there is one, their sink."""
-    batch, q_len, heads, _ = q.shape
-    lse = jnp.full((heads, 1), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)[:, None]
-    return jnp.zeros((batch, q_len, heads, v_dim), dtype), jnp.broadcast_to(lse, (batch, heads, q_len))
 
 
 def _where_seen(part: Score, update: Callable, state: Any) -> Any:

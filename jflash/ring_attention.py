@@ -10,8 +10,9 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jflash import arguments, varying
-from jflash.attention import engine_of, nothing
+from jflash.attention import engine_of
 from jflash.blocks import BlockSizes
+from jflash.reference.online import unseen
 from jflash.ring import Ring, attend
 from jflash.score import Score
 
@@ -99,7 +100,7 @@ def ring_attention(
         raise ValueError("implementation must not be 'naive' in ring_attention, which merges what tiled ones return")
 
     if q.size == 0 or k.size == 0:
-        o, lse = nothing(q, v, score)
+        o, lse = unseen(q, v, score, q.dtype)
     else:
         ring = Ring(axis_name, size, ORDERS[order], engine.for_parts())
         axes = varying.axes(q, k, v, score, lax.axis_index(axis_name))

@@ -49,7 +49,7 @@ def required_path(kind: str) -> pathlib.Path:
     if path is None:
         raise ModuleNotFoundError(
             f"jflash.tune() has no place to keep its result: set {VARIABLE}, or install platformdirs, "
-            "which knows the user's cache directory (pip install 'jflash[tune]')"
+            "which knows the user's cache directory (pip install platformdirs)"
         )
     return path
 

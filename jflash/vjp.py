@@ -34,7 +34,9 @@ class Engine(Protocol):
         """(o, lse)"""
         ...
 
-    def backward(self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery, /) -> tuple[Q, K, V, Score]:
+    def backward(
+        self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery, /
+    ) -> tuple[Q | None, K | None, V | None, Score]:
         """(dq, dk, dv, dscore): dscore holds the gradients of the Score's floating-point leaves, and no others.
 
         Those of Score.constants may be None: nobody asks for them.

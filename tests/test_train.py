@@ -23,6 +23,7 @@ pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from checks import compiling_quickly
 from rich.console import Console
 
 from benchmarks import compare, devices, models, train, training
@@ -34,19 +35,15 @@ TINY = training.Options(steps=20, length=520, batch=1, layers=1, width=16, heads
 SHORT = dataclasses.replace(TINY, steps=6, length=64, batch=2)
 TEXTS = training.Texts(*corpus.split(corpus.read(Path(__file__)), TINY.length))
 QUIET = Console(quiet=True)
-with_each_model = pytest.mark.parametrize("model", models.NAMES)
 of = dataclasses.replace
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
     """Compiling is what takes the time here, and then the held-out losses."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with pytest.MonkeyPatch.context() as patch:
+    with compiling_quickly(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "HELD_OUT_BATCHES", 1)
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache
@@ -152,9 +149,9 @@ def test_layout_explains():
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@with_each_model
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch, model):
-    options = of(SHORT, model=model)
+@pytest.mark.parametrize("how", [*({"model": name} for name in models.NAMES), {"devices": 4}], ids=str)
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch, how):
+    options = of(SHORT, **how)
     settings, step = dataclasses.asdict(options), training.Trainer.step
     whole_trainer, whole = trained(options)
 
