@@ -1,6 +1,6 @@
 """`python -m benchmarks.attention`: time, TFLOPS and memory of attention over lengths, beside what else is installed.
 
-Times are medians, see measure.median_seconds(). Nothing is reported of a path whose result is not that of float64 (see
+Times are medians, see measure.seconds_in_turns(). Nothing is reported of a path whose result is not that of float64 (see
 agrees()), and a path that fails, for want of memory say, leaves a gap. `benchmarks.plot` draws the CSV.
 """
 
@@ -11,6 +11,7 @@ import functools
 import itertools
 import pathlib
 import platform
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from rich.progress import Progress
 
 import jflash
 from benchmarks import native_triton
-from benchmarks.measure import RESULTS, csv_lines, device_name, median_seconds
+from benchmarks.measure import RESULTS, csv_lines, device_name, seconds_in_turns
 
 INPUTS = 3  # sets of arrays that a program meets in turn
 
@@ -182,14 +183,22 @@ def measure(
             ready[name] = program
         else:
             tell(f"{name} at {shape}: not the result of float64, not reported")
-    median = median_seconds({name: program.run for name, program in ready.items()}, repeats, *inputs, wait=wait)
+    seconds = seconds_in_turns({name: program.run for name, program in ready.items()}, repeats, *inputs, wait=wait)
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+
+    def times_as_fast(name: str) -> float | None:
+        """Of the two in the same turn, for a machine may be slow for half of the turns: the median of what they say."""
+        if "jax.nn" not in seconds:
+            return None
+        return round(statistics.median(x / y for x, y in zip(seconds["jax.nn"], seconds[name], strict=True)), 2)
+
     return [
         {
             "attention": name,
             **shape._asdict(),
             "milliseconds": round(1e3 * median[name], 4),
             "TFLOPS": round(1e-12 * shape.flops / median[name], 4),
-            "times_as_fast_as_jax_nn": round(median["jax.nn"] / median[name], 2) if "jax.nn" in median else None,
+            "times_as_fast_as_jax_nn": times_as_fast(name),
             "temporary_MiB": None if program.temporary_bytes is None else round(program.temporary_bytes / 2**20, 3),
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,

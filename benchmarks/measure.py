@@ -21,10 +21,15 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 LEAST = 0.01  # seconds that a timing lasts at least
 
 
-def median_seconds(
+def median_seconds(*args: Any, **how: Any) -> dict[str, float]:
+    """The median time of a call of each program; arguments as in seconds_in_turns()."""
+    return {name: statistics.median(times) for name, times in seconds_in_turns(*args, **how).items()}
+
+
+def seconds_in_turns(
     programs: Mapping[str, Callable], repeats: int, *inputs: tuple[Any, ...], wait: Callable[[Any], Any] = jax.block_until_ready
-) -> dict[str, float]:
-    """The median time of a call of each program, compiled and warmed up.
+) -> dict[str, list[float]]:
+    """The times of a call of each program, compiled and warmed up, turn by turn.
 
     A timing is of as many calls as last LEAST seconds. They are queued, a device runs them in order, and wait(result) is
     for the last one: how long Python takes to start a call does not count where the device takes longer. The calls meet
@@ -47,7 +52,7 @@ def median_seconds(
         for name, program in programs.items():
             run(program, 1, n)  # not counted: what the program before left to be freed, and cold caches
             seconds[name].append(run(program, calls[name], n + 1) / calls[name])
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return seconds
 
 
 @contextlib.contextmanager
