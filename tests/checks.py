@@ -24,8 +24,10 @@ def compiling_quickly():
     """Where compiling for the CPU takes the time, and not what is compiled."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache
@@ -39,7 +41,8 @@ def check(case, **how):
     """Of implementations only "xla" is compiled for a CPU as its users compile it: for the kernels that is no home."""
     arrays = references(case)[0]
     with contextlib.nullcontext() if how.get("implementation") in (None, "xla") else compiling_quickly():
-        return judged(case, accuracy.run(case, arrays, **how))
+        got = accuracy.run(case, arrays, **how)
+    return judged(case, got)
 
 
 def judged(case, got):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, judged, needs_compiler, normal, references
+from checks import SMALL_TILES, compiling_quickly, judged, needs_compiler, normal, references
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,11 +36,8 @@ quick = pytest.mark.usefixtures("_quick")
 
 @pytest.fixture
 def _quick():
-    """Compiling is what takes the time here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with compiling_quickly():
+        yield
 
 
 def mesh_of(**axes: int) -> Mesh:
