@@ -78,7 +78,8 @@ def attention(
         0 1 1 1 0         1 1 1 0 0          0 0 0 0 0         1 0 1 0 1
 
     All given conditions hold together. A query that sees no key gives o = 0, lse = -inf (or its sink) and zero
-    gradients. What no query sees may hold anything, NaN included.
+    gradients. What no query sees may hold anything, NaN included. Logits may be as large as the largest float32; only where
+    nothing but the scale is applied to q·k, the gradient of a query whose logits pass 4e7 may vanish in the GPU kernels.
 
     The logit of a pair is built in this order: `scale` · q·k, `softcap`, plus `bias`, `score_fn`, then visibility. In
     shapes below, heads and lengths are those of q and k; inputs without batch leave `batch` out everywhere.
@@ -107,8 +108,10 @@ def attention(
       scale: what q·kᵀ is multiplied by; 1 / sqrt(head_dim) by default. A Python number, not a traced value.
       softcap: c > 0, a Python number: logits become c · tanh(logit / c), smoothly limited to ±c.
       bias: float of at most 32 bits (64 for float64), broadcastable to `[batch, heads, q_len, kv_len]`, added to the
-        logits; may hold -inf, which hides a pair. Its gradient has its own shape and dtype and is summed, in a fixed
-        order and in no more memory than that, where it is broadcast.
+        logits; may hold -inf, which hides a pair, as finfo.min + finfo.min does. finfo.min is a number like any other: a
+        query for which all keys have it sees their mean, as in dense softmax. +inf makes its query's results NaN, as there.
+        Its gradient has its own shape and dtype and is summed, in a fixed order and in no more memory than that, where
+        it is broadcast.
       score_fn: score_fn(s, b, h, i, j, *score_args) -> s, any elementwise JAX function of a logit, traced into each
         tile and differentiated there. s is float32 (float64), the integers are those of mask_fn. ALiBi::
 
@@ -161,7 +164,8 @@ def attention(
     engine = engine_of(implementation, blocks, precision, q, v)
 
     if q.size == 0 or k.size == 0 or v.size == 0:  # no query or no key: nothing to launch a kernel for
-        o, lse = unseen(q, v, score, q.dtype)
+        o, norm = unseen(q, v, score, q.dtype)
+        lse = norm.lse(score)
     elif engine is None:
         o, lse = naive_attention(q, k, v, score, precision=precision)
     else:

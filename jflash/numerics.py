@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,14 @@ LOG2E = math.log2(math.e)  # exp(x) = exp2(x * LOG2E): the hardware has exp2 onl
 # q = k = 133120 in bfloat16). See reference_point().
 HUGE_EXPONENT = 2.0**30
 
-# In the backward the exponent is slope * x - lse2 with lse2 rounded to float32. Past this size lse2 is moved up by
-# its own rounding error, so that no probability exceeds one. See base2_lse().
+# Where lse in base 2 is one float32, it is moved up past this size by its own rounding error, so that no probability
+# exceeds one. See one_number().
 COARSE_LSE = 2.0**26
+
+# Where a row's largest logit, in base-2 units, passes this, float32 holds logits 2**17 and more apart. See top_of().
+NOISY_EXPONENT = 2.0**40
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def accumulator(dtype) -> jnp.dtype:
@@ -38,25 +44,37 @@ def reference_point(m: Array, slope: float) -> tuple[Array, Array]:
     that the exponent costs. It is right for every finite m: the rounding of slope * m is a factor that a whole row
     shares and that cancels, and where it would overflow (HUGE_EXPONENT), logits are further apart than float32
     exponents reach, so the slope may be any power of two of that size: the product is then exact, and the weight of
-    the largest logit is one and that of all smaller ones zero, as it must be. A row that has seen nothing (m = -inf)
-    is measured from 0, so that its weights are exp2(-inf) = 0 and not exp2(-inf + inf).
+    the largest logit is one and that of all smaller ones zero, as it must be. It is one that makes no product larger
+    than the logit in natural units, so that the largest float32 of them (finfo.min, as a mask) stays finite. A row that
+    has seen nothing (m = -inf) is measured from 0, so that its weights are exp2(-inf) = 0 and not exp2(-inf + inf).
     """
-    coarse = 2.0 ** math.floor(math.log2(slope))
+    coarse = 2.0 ** math.floor(math.log2(slope / LOG2E))
     slopes = jnp.where(jnp.abs(m) < HUGE_EXPONENT / slope, slope, coarse).astype(m.dtype)
     return jnp.where(m == -jnp.inf, 0.0, m), slopes
 
 
-def base2_lse(lse: Array) -> Array:
-    """lse in base 2, so that exp2(slope * x - base2_lse) is a probability of the row, never above one, never NaN.
+def top_of(m: Array, slope: float) -> Array:
+    """From where on a logit of the backward counts as the row's largest, m.
 
-    An empty row (lse = -inf) becomes +inf: its probabilities are then exp2(-inf) = 0. Past COARSE_LSE (logits of 4e7,
-    which float32 holds four apart) the rounding errors of lse and of the product could make a probability infinite:
-    lse is moved up by as much, and what the row adds to the gradient may vanish, but stays finite.
+    The backward computes logits anew, and may round them otherwise: by another order of sums, or by a fused multiply-add.
+    Past NOISY_EXPONENT that is more than any exponent reaches, and the largest would be lost, so what lies within a few
+    units of its last place is the largest.
     """
-    lse2 = lse * LOG2E
-    coarse = jnp.abs(lse2) > COARSE_LSE
-    lse2 = jnp.where(coarse, lse2 + jnp.abs(lse2) * 2.0**-22, lse2)
-    return jnp.where(lse == -jnp.inf, jnp.inf, lse2)
+    lower = jnp.maximum(m - jnp.abs(m) * 2.0**-22, -LARGEST)
+    return jnp.where(jnp.abs(m) < NOISY_EXPONENT / slope, m, lower)
+
+
+def one_number(m: Array, log2l: Array, slope: float) -> Array:
+    """lse in base 2, so that exp2(slope * x - lse2) is a probability of the row, never above one, never NaN.
+
+    Of an empty row (log2l = inf) it is inf: its probabilities are then exp2(-inf) = 0. Past COARSE_LSE (logits of 4e7,
+    which float32 holds four apart) log2l is lost in the sum, and the rounding errors of lse2 and of the product could
+    make a probability infinite: lse2 is moved up by as much, and what the row adds to the gradient may vanish, but stays
+    finite. Two numbers lose nothing, but cost an instruction or two a pair and registers: tile.Rows.
+    """
+    lse2 = m * slope + log2l
+    lse2 = jnp.where(jnp.abs(lse2) > COARSE_LSE, lse2 + jnp.abs(lse2) * 2.0**-22, lse2)
+    return jnp.where(log2l == jnp.inf, jnp.inf, jnp.maximum(lse2, -LARGEST))
 
 
 def divide_or_zero(numerator: Array, denominator: Array) -> Array:
@@ -69,6 +87,10 @@ class Arithmetic:
     """How a tile multiplies and exponentiates. Kernels for a GPU replace exp2 by two machine instructions."""
 
     precision: lax.PrecisionLike = None
+
+    # Whether a product and a difference are one instruction, so that an exponent slope * x - slope * m costs no more than
+    # slope * (x - m). See reference_point().
+    fused: ClassVar[bool] = False
 
     def dot(self, a: Array, b: Array, contract: tuple[int, int]) -> Array:
         """The matrix product over one axis of each operand, accumulated in float32 (float64 for float64)."""
@@ -88,6 +110,20 @@ class Arithmetic:
     def exp2(self, x: Array, slope: Array | float, intercept: Array) -> Array:
         """exp2(slope * x - intercept), elementwise with broadcasting."""
         return jnp.exp2(x * slope - intercept)
+
+    def lost(self, m: Array, slope: float) -> Array:
+        """What the rounding of slope * m takes from each exponent of a row, see reference_point(): nothing where it is
+        taken from slope * x too, and not fused.
+        """
+        return jnp.zeros_like(m)
+
+    def below(self, x: Array, top: Array) -> Array:
+        """x - top, never above 0.
+
+        The minimum also keeps a compiler from fusing a product x and the difference: of the product as it is rounded in
+        `top` and of the one that is not, the difference may be larger than any exponent.
+        """
+        return jnp.minimum(x, top) - top
 
 
 def add(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:

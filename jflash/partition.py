@@ -25,6 +25,7 @@ from jflash.primitive import Call, attend_p, no_mesh
 from jflash.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.shardings import Cut
+from jflash.tile import Norm
 from jflash.vjp import Engine
 
 
@@ -41,15 +42,15 @@ class Everywhere:
     def result_dtype(self, dtype):
         return self.elsewhere.result_dtype(dtype)
 
-    def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
-        o, lse = _bind(Call.of(self.gpu, self.elsewhere, q, k, v, score), q, k, v, score)
-        return o, lse
+    def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
+        o, *norm = _bind(Call.of(self.gpu, self.elsewhere, q, k, v, score), q, k, v, score)
+        return o, Norm(*norm)
 
     def backward(
-        self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery
+        self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery
     ) -> tuple[Q | None, K | None, V | None, Score]:
-        call = Call.of(self.gpu, self.elsewhere, q, k, v, score, o, lse, do, dlse)
-        gradients = dict(zip(call.wanted, _bind(call, q, k, v, score, o, lse, do, dlse), strict=True))
+        call = Call.of(self.gpu, self.elsewhere, q, k, v, score, o, norm, do, dlse)
+        gradients = dict(zip(call.wanted, _bind(call, q, k, v, score, o, norm, do, dlse), strict=True))
         dq, dk, dv, dscore, *_ = jax.tree.map(gradients.get, call.tree.unflatten(range(len(call.dims))))
         return dq, dk, dv, dscore
 

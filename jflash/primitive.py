@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jflash.numerics import accumulator
 from jflash.score import ONE_FOR_EACH, PAIRWISE, WITH_GRADIENTS
 from jflash.shardings import Cut
+from jflash.tile import Norm
 from jflash.vjp import Engine
 
 # The arguments of an engine and their dimensions, see Call; a Score has those of its leaves.
@@ -33,7 +34,7 @@ ARGUMENTS = {
     "v": "b j g e",
     "score": "",
     "o": "b i h e",
-    "lse": "b h i",
+    "norm": Norm("b h i", "b h i"),
     "do": "b i h e",
     "dlse": "b h i",
 }
@@ -62,10 +63,10 @@ class Call:
         arrays, tree = jax.tree.flatten(arguments)
         q, k, v, score, *_ = tree.unflatten(range(len(arrays)))
         grouped = arrays[q].shape[2] != arrays[k].shape[2]
-        dims = [text if grouped else text.replace("g", "h") for text in ARGUMENTS.values()]
+        dims = jax.tree.map(lambda text: text if grouped else text.replace("g", "h"), list(ARGUMENTS.values()))
         dims[3] = arguments[3].map_leaves(_dims_of_leaf)
         forward, named = len(arguments) == 4, {"q": q, "k": k, "v": v} | {name: getattr(score, name) for name in WITH_GRADIENTS}
-        asked_for = jax.tree.leaves([named[name] for name in named if name not in score.constants])
+        asked_for = jax.tree.leaves([named[name] for name in named if name not in score.unasked])
         return cls(
             forward, gpu, elsewhere, tree,
             dims=tuple(jax.tree.leaves(dims[: len(arguments)])),
@@ -98,7 +99,7 @@ class Call:
 
     @property
     def result_dims(self) -> tuple[str, ...]:
-        own = ("b i h e", "b h i") if self.forward else [_own(self.dims[n]) for n in self.wanted]
+        own = ("b i h e", "b h i", "b h i") if self.forward else [_own(self.dims[n]) for n in self.wanted]
         return tuple(" ".join((*self.leading, text)) for text in own)
 
     def results(self, *arrays: Any) -> list[jax.ShapeDtypeStruct]:
@@ -111,7 +112,7 @@ class Call:
         q, *_ = self.tree.unflatten(arrays)
         if self.forward:
             shapes = [[sizes[name] for name in text.split()] for text in self.result_dims]
-            dtypes = self.elsewhere.result_dtype(q.dtype), accumulator(q.dtype)
+            dtypes = self.elsewhere.result_dtype(q.dtype), accumulator(q.dtype), accumulator(q.dtype)
             return [jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True)]
         lead = tuple(sizes[name] for name in self.leading)
         shapes = [arrays[n].shape[len(arrays[n].shape) - len(_own(self.dims[n]).split()) :] for n in self.wanted]
@@ -124,7 +125,7 @@ class Call:
 
         def fn(*arrays):
             if self.forward:
-                return list(engine.forward(*self.tree.unflatten(arrays)))
+                return jax.tree.leaves(engine.forward(*self.tree.unflatten(arrays)))
             return self._gradients(*engine.backward(*self.tree.unflatten(arrays)))
 
         for n in range(self.vmaps):
@@ -163,7 +164,13 @@ attend_p.multiple_results = True
 
 @attend_p.def_impl
 def _impl(*arrays: Array, call: Call):
-    return _jitted(call)(*arrays)
+    with jax.disable_jit(False):  # else the jitted primitive would be this function again
+        return _jitted(call)(*arrays)
+
+
+def forget_programs() -> None:
+    """Forgets what calls outside of jax.jit were compiled to, since launches may be chosen otherwise now."""
+    _jitted.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,9 +42,9 @@ class Bench:
 
         @jax.jit
         def inputs(q, k, v, score, do):
-            o, lse = engine.forward(q, k, v, score)
-            lse2, delta = kernels.delta(o, do, lse, jnp.zeros_like(lse), engine.launcher("delta", q, v, score))
-            return Inputs(q, k, v, do, lse2, delta, engine.prepared(score, q, k, v))
+            o, norm = engine.forward(q, k, v, score)
+            rows = kernels.rows_of(o, do, norm, jnp.zeros_like(norm.m), score, engine.launcher("delta", q, v, score))
+            return Inputs(q, k, v, do, rows, engine.prepared(score, q, k, v))
 
         return cls(inputs(q, k, v, score, do), engine)
 

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jflash import numerics, ranges, tile, varying
 from jflash.numerics import accumulator
-from jflash.reference.online import row_delta, unseen
+from jflash.reference.online import rows_of, unseen
 from jflash.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
-from jflash.vjp import Engine
+from jflash.tile import Norm
+from jflash.vjp import Engine, named_for_checkpoint
 
 
 class Keys(NamedTuple):
@@ -103,13 +103,21 @@ def attend(ring: Ring, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(ring: Ring, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
+    o, norm = _travel(ring, q, k, v, score)
+    return o, norm.lse(score)
+
+
+def _travel(ring: Ring, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
+    """(o, norm) of this device's queries, after the keys have gone round."""
     axes, dtype = varying.axes(q), accumulator(q.dtype)
     queries, keys = ring.cut(q), ring.cut_keys(k, v, score)
     steps, _ = ring.plan(score)
 
     def see(step, keys, states):
         for a, b, part in ring.visits(score, keys, step):
-            update = lambda state, a=a, b=b, part=part: merged(state, _forward(ring.engine, queries[a], *keys[b][:2], part))
+            update = lambda state, a=a, b=b, part=part: merged(
+                state, _forward(ring.engine, queries[a], *keys[b][:2], part), part
+            )
             states = _with(states, a, _where_seen(part, update, states[a]))
         return states
 
@@ -120,28 +128,27 @@ def _ring(ring: Ring, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
 
     start = [unseen(chunk, v, score, dtype) for chunk in queries]
     keys, states = _loop(0, steps - 1, send_and_see, (keys, varying.over(axes, tuple(start))))
-    o, lse = zip(*see(steps - 1, keys, states), strict=True)
-    return jnp.concatenate(o, axis=1).astype(q.dtype), jnp.concatenate(lse, axis=2)
+    o, norm = zip(*see(steps - 1, keys, states), strict=True)
+    return jnp.concatenate(o, axis=1).astype(q.dtype), jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=2), *norm)
 
 
 def _ring_forward(ring: Ring, q: Array, k: Array, v: Array, score: Score):
-    o, lse = _ring(ring, q, k, v, score)
-    o, lse = checkpoint_name(o, "jflash_o"), checkpoint_name(lse, "jflash_lse")
-    return (o, lse), (q, k, v, score, o, lse)
+    o, norm = named_for_checkpoint(*_travel(ring, q, k, v, score))
+    return (o, norm.lse(score)), (q, k, v, score, o, norm)
 
 
 def _ring_backward(ring: Ring, residuals, cotangents):
     """The gradients of this device's q, k, v and sinks.
 
-    With the lse and the o of the whole sequence, the backward of any part of the keys is that part's share of the whole. The
+    With the norm and the o of the whole sequence, the backward of any part of the keys is that part's share of the whole. The
     sums dk and dv follow the keys one step behind: they leave when a step begins, and meet what it adds when it ends.
     """
-    q, k, v, score, o, lse = residuals
+    q, k, v, score, o, norm = residuals
     do, dlse = cotangents
     axes, dtype = varying.axes(q), accumulator(q.dtype)
     keys = ring.cut_keys(k, v, score)
-    queries, rows = zip(*map(ring.cut, (q, o, do)), strict=True), zip(*(ring.cut(x, 2) for x in (lse, dlse)), strict=True)
-    arrays = [(q, o, lse, do, dlse) for (q, o, do), (lse, dlse) in zip(queries, rows, strict=True)]
+    queries, rows = zip(*map(ring.cut, (q, o, do)), strict=True), zip(*(ring.cut(x, 2) for x in (*norm, dlse)), strict=True)
+    arrays = [(q, o, Norm(*norm), do, dlse) for (q, o, do), (*norm, dlse) in zip(queries, rows, strict=True)]
     steps, _ = ring.plan(score)
     zeros = lambda *xs: varying.over(axes, tuple(jnp.zeros(x.shape, dtype) for x in xs))
 
@@ -173,30 +180,33 @@ def _ring_backward(ring: Ring, residuals, cotangents):
     dk, dv = ring.shift([join(chunks, x) for chunks, x in zip(zip(*dkeys, strict=True), (k, v), strict=True)], 1 - steps)
     dscore = score.only()
     if score.sinks is not None:
-        dscore = dscore.replace(sinks=tile.sinks_cotangent(score.sinks, lse, row_delta(o, do, lse, dlse)[1]))
+        dscore = dscore.replace(sinks=tile.sinks_cotangent(norm, rows_of(o, do, norm, dlse, score).delta, score))
     return join(dq, q), dk, dv, dscore
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def merged(one: tuple[O, PerQuery], other: tuple[O, PerQuery]) -> tuple[O, PerQuery]:
-    """(o, lse) of rows that have seen both the keys of `one` and those of `other`.
+def merged(one: tuple[O, Norm], other: tuple[O, Norm], score: Score) -> tuple[O, Norm]:
+    """(o, norm) of rows that have seen both the keys of `one` and those of `other`.
 
     The weights of the two sum to one, and those of rows that have seen nothing are 0.
     """
-    (one_o, one_lse), (other_o, other_lse) = one, other
-    largest = jnp.maximum(one_lse, other_lse)
+    empty = [norm.log_l == jnp.inf for _, norm in (one, other)]
+    m = [jnp.where(nothing, -jnp.inf, norm.m) for nothing, (_, norm) in zip(empty, (one, other), strict=True)]
+    largest = jnp.maximum(*m)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
-    one_weight, other_weight = jnp.exp(one_lse - largest), jnp.exp(other_lse - largest)
-    total = one_weight + other_weight
-    share = lambda weight: numerics.divide_or_zero(weight, total).swapaxes(1, 2)[..., None]
-    return share(one_weight) * one_o + share(other_weight) * other_o, largest + jnp.log(total)
+    log_weight = [(x - largest) * score.unit + norm.log_l for x, (_, norm) in zip(m, (one, other), strict=True)]
+    weight = [jnp.where(nothing, 0, jnp.exp(x)) for nothing, x in zip(empty, log_weight, strict=True)]
+    total = weight[0] + weight[1]
+    shares = (numerics.divide_or_zero(x, total).swapaxes(1, 2)[..., None] for x in weight)
+    o = sum(share * o for share, (o, _) in zip(shares, (one, other), strict=True))
+    return o, Norm(largest, jnp.where(total == 0, jnp.inf, jnp.log(total)))
 
 
 # So that what is the same in several places of a program is traced once.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(engine: Engine, q: Q, k: K, v: V, part: Score) -> tuple[O, PerQuery]:
+def _forward(engine: Engine, q: Q, k: K, v: V, part: Score) -> tuple[O, Norm]:
     return engine.forward(q, k, v, part)
 
 

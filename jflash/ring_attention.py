@@ -100,7 +100,8 @@ def ring_attention(
         raise ValueError("implementation must not be 'naive' in ring_attention, which merges what tiled ones return")
 
     if q.size == 0 or k.size == 0:
-        o, lse = unseen(q, v, score, q.dtype)
+        o, norm = unseen(q, v, score, q.dtype)
+        lse = norm.lse(score)
     else:
         ring = Ring(axis_name, size, ORDERS[order], engine.for_parts())
         axes = varying.axes(q, k, v, score, lax.axis_index(axis_name))

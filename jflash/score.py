@@ -67,7 +67,7 @@ class Score:
     score_fn: ScoreFn | None = static(None)  # noqa: RUF009
     arg_shapes: tuple[tuple[int, ...], ...] = static(())
     dropout_rate: float = static(0.0)
-    constants: tuple[str, ...] = static(())  # in the backward: arrays whose gradients nobody asks for, q, k and v among them
+    unasked: tuple[str, ...] = static(())  # in the backward: arrays whose gradients nobody asks for, q, k and v among them
 
     # One for each batch element: int32 [batch] on the host, scalars after select().
     q_offset: Any = None
@@ -223,8 +223,8 @@ class Score:
 
     @property
     def plain(self) -> bool:
-        """True where the logit is just scale * qk with a positive scale, which then costs nothing an element."""
-        return self.scale > 0 and self.softcap is None and self.bias is None and self.score_fn is None
+        """True where the logit is just scale * qk with an ordinary scale, which then costs nothing an element."""
+        return LEAST_UNIT <= self.scale <= MOST_UNIT and self.softcap is None and self.bias is None and self.score_fn is None
 
     @property
     def unit(self) -> float:
@@ -300,6 +300,10 @@ class Score:
         """What a probability that is kept is multiplied by."""
         return 1 / (1 - self.dropout_rate)
 
+
+# Where the scale is folded into the exponent, products of it must be ordinary numbers of float32: scales that are 0,
+# negative, or of the size of what is to be scaled, multiply each logit.
+LEAST_UNIT, MOST_UNIT = 2.0**-60, 2.0**20
 
 ONE_FOR_EACH = ("q_offset", "q_lengths", "kv_lengths")  # the leaves with one number for each batch element
 PAIRWISE = ("mask", "bias")  # those with one for each pair

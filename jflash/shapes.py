@@ -28,13 +28,12 @@ Q = Float[Array, "batch q_len heads head_dim"]
 K = Float[Array, "batch kv_len kv_heads head_dim"]
 V = Float[Array, "batch kv_len kv_heads v_dim"]
 O = Float[Array, "batch q_len heads v_dim"]
-PerQuery = Float[Array, "batch heads q_len"]  # lse, its cotangent, and delta
+PerQuery = Float[Array, "batch heads q_len"]  # lse, its cotangent, what else there is one of a query
 PerHead = Float[Array, " heads"]
 
 # One tile.
 Tile = Float[Array, "rows cols"]
 Visible = Bool[Array, "#rows #cols"]  # as little of it as depends on rows or columns
 PerRow = Float[Array, " rows"]
-PerRowOrCol = Float[Array, "#rows #cols"]  # queries run down or across
 OfRows = tuple[Float[Array, "rows _"], ...]  # chunks of columns
 OfCols = tuple[Float[Array, "cols _"], ...]

@@ -7,12 +7,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
 from jflash import derivatives, varying
 from jflash.score import WITH_GRADIENTS, Score
 from jflash.shapes import K, O, PerQuery, Q, V
+from jflash.tile import Norm
 
 
 @runtime_checkable  # for the tests, see shapes.py
@@ -30,16 +32,16 @@ class Engine(Protocol):
         """The dtype of o, dq, dk and dv where q has `dtype`."""
         ...
 
-    def forward(self, q: Q, k: K, v: V, score: Score, /) -> tuple[O, PerQuery]:
-        """(o, lse)"""
+    def forward(self, q: Q, k: K, v: V, score: Score, /) -> tuple[O, Norm]:
+        """(o, norm)"""
         ...
 
     def backward(
-        self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery, /
+        self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery, /
     ) -> tuple[Q | None, K | None, V | None, Score]:
         """(dq, dk, dv, dscore): dscore holds the gradients of the Score's floating-point leaves, and no others.
 
-        Those of Score.constants may be None: nobody asks for them.
+        Those of Score.unasked may be None.
         """
         ...
 
@@ -52,30 +54,43 @@ def attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
-    return derivatives.once(engine.forward)(q, k, v, score)
+    o, norm = derivatives.once(engine.forward)(q, k, v, score)
+    return o, norm.lse(score)
 
 
 def _forward(engine: Engine, *primals: Any):
     q, k, v, score = custom_vjp_primal_tree_values(primals)
-    o, lse = derivatives.once(engine.forward)(q, k, v, score)
-    # Named, so that a jax.checkpoint policy can keep them: save_only_these_names("jflash_o", "jflash_lse").
-    o, lse = checkpoint_name(o, "jflash_o"), checkpoint_name(lse, "jflash_lse")
-    score = score.replace(constants=_constants(*primals))
-    return (o, lse), (q, k, v, score, o, lse)
+    o, norm = derivatives.once(engine.forward)(q, k, v, score)
+    o, norm = named_for_checkpoint(o, norm)
+    return (o, norm.lse(score)), (q, k, v, score, o, norm, _asked(*primals))
 
 
 def _backward(engine: Engine, residuals, cotangents):
-    pairs = zip(cotangents, residuals[-2:], strict=True)
+    q, k, v, score, o, norm, asked = residuals
+    pairs = zip(cotangents, (o, norm.log_l), strict=True)
     do, dlse = (jnp.zeros_like(primal) if isinstance(x, SymbolicZero) else x for x, primal in pairs)
-    dq, dk, dv, dscore = derivatives.once(engine.backward)(*residuals, do, dlse)
-    return dq, dk, dv, dscore.replace(constants=())
+    unasked = tuple(name for name, yes in zip(MAY_BE_ASKED, asked.shape, strict=True) if not yes)
+    dq, dk, dv, dscore = derivatives.once(engine.backward)(q, k, v, score.replace(unasked=unasked), o, norm, do, dlse)
+    return dq, dk, dv, dscore.replace(unasked=())
 
 
-def _constants(q: Any, k: Any, v: Any, score: Score) -> tuple[str, ...]:
-    """The names of what is not differentiated here."""
+def named_for_checkpoint(o: O, norm: Norm) -> tuple[O, Norm]:
+    """Named, so that a jax.checkpoint policy can keep them: save_only_these_names("jflash_o", "jflash_lse")."""
+    return checkpoint_name(o, "jflash_o"), checkpoint_name(norm, "jflash_lse")
+
+
+MAY_BE_ASKED = ("q", "k", "v", *WITH_GRADIENTS)
+
+
+def _asked(q: Any, k: Any, v: Any, score: Score) -> Array:
+    """Whose gradients may be asked for, as the shape of an array: 1 or 0 for each of MAY_BE_ASKED.
+
+    It differs from trace to trace of one and the same attention, and JAX gives the backward the tree of the residuals of
+    whichever trace was the last (jax#16614). So nothing of it may stand in the tree; but each array keeps its own shape.
+    """
     named = {"q": q, "k": k, "v": v} | {name: getattr(score, name) for name in WITH_GRADIENTS}
     leaves = functools.partial(jax.tree.leaves, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
-    return tuple(name for name, x in named.items() if not any(leaf.perturbed for leaf in leaves(x)))
+    return jnp.zeros([int(any(leaf.perturbed for leaf in leaves(named[name]))) for name in MAY_BE_ASKED], jnp.int8)
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)

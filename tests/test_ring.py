@@ -27,8 +27,10 @@ from jflash.cases import Case
 from jflash.kernels import Triton
 from jflash.partition import Everywhere
 from jflash.reference import Online
+from jflash.reference.online import unseen
 from jflash.ring import Ring, merged
 from jflash.score import Score
+from jflash.tile import Norm
 
 QUICK = {"block_sizes": SMALL_TILES}
 quick = pytest.mark.usefixtures("_quick")
@@ -231,23 +233,21 @@ def test_parts_are_what_is_rounded_otherwise(engine):
     q, do = (normal(1, 40, 2, 72, seed=seed, dtype=jnp.bfloat16) for seed in (0, 1))
     k, v = (normal(1, 50, 1, 72, seed=seed, dtype=jnp.bfloat16) for seed in (2, 3))
     score = Score.of(q, k, causal=True)
-    (o, lse), (part, part_lse) = engine.forward(q, k, v, score), engine.for_parts().forward(q, k, v, score)
-    residuals = q, k, v, score, o, lse, do, jnp.zeros_like(lse)
-    wholes = o, lse, *engine.backward(*residuals)[:3]
-    parts = part, part_lse, *engine.for_parts().backward(*residuals)[:3]
+    (o, norm), (part, part_norm) = engine.forward(q, k, v, score), engine.for_parts().forward(q, k, v, score)
+    residuals = q, k, v, score, o, norm, do, jnp.zeros_like(norm.m)
+    wholes = o, *norm, *engine.backward(*residuals)[:3]
+    parts = part, *part_norm, *engine.for_parts().backward(*residuals)[:3]
     for whole, part in zip(wholes, parts, strict=True):
         assert part.dtype == jnp.float32
         assert (whole == part.astype(whole.dtype)).all()
 
 
 def test_merging_what_has_seen_nothing():
-    some = normal(1, 3, 2, 4), normal(1, 2, 3)
-    nothing = jnp.zeros((1, 3, 2, 4)), jnp.full((1, 2, 3), -jnp.inf)
-    for one, other in ((some, nothing), (nothing, some)):
-        for got, want in zip(merged(one, other), some, strict=True):
-            np.testing.assert_array_equal(got, want)
-    for got, want in zip(merged(nothing, nothing), nothing, strict=True):
-        np.testing.assert_array_equal(got, want)
+    score = Score(q_len=3, kv_len=3, scale=0.5)
+    some = normal(1, 3, 2, 4), Norm(normal(1, 2, 3), jnp.zeros((1, 2, 3)))
+    nothing = unseen(some[0], some[0], score, jnp.float32)
+    for one, other, want in ((some, nothing, some), (nothing, some, some), (nothing, nothing, nothing)):
+        jax.tree.map(np.testing.assert_array_equal, merged(one, other, score), want)
 
 
 def test_a_larger_ring_is_no_larger_program_and_takes_no_more_memory():

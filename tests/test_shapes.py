@@ -1,5 +1,6 @@
 """The shapes that signatures state: they are looked at in tests, and nowhere else."""
 
+import functools
 import pathlib
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from jflash.score import Score
 def test_a_tile_of_other_shapes_is_refused():
     rows, too_many = jnp.ones(4), jnp.ones(5)
     chunk = jnp.ones((4, 8))
-    tile.delta((chunk,), (chunk,), rows, rows)
+    of_rows = functools.partial(tile.rows, (chunk,), (chunk,), tile.Norm(rows, rows), slope=1.0, split=True)
+    of_rows(rows)
     with pytest.raises(jaxtyping.TypeCheckError, match="dlse"):
-        tile.delta((chunk,), (chunk,), rows, too_many)
+        of_rows(too_many)
 
 
 @pytest.mark.parametrize("attend", [naive_attention, online_attention, Triton(interpret=True).forward])

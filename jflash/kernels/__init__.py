@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from jflash import blocks, launch_table, ranges, tile
 from jflash.blocks import DEFAULTS, BlockSizes
-from jflash.kernels.delta import delta
+from jflash.kernels.delta import rows_of
 from jflash.kernels.dkv import PARTS, dkv
 from jflash.kernels.dq import dq
 from jflash.kernels.dscore import dargs, dbias
@@ -20,6 +20,7 @@ from jflash.launch_table import Entry, Key
 from jflash.numerics import result_dtype
 from jflash.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
+from jflash.tile import Norm
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 LARGEST_HEAD_DIM = 256
@@ -50,22 +51,21 @@ class Triton:
     def result_dtype(self, dtype):
         return result_dtype(dtype, self.partial)
 
-    def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
+    def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
         launcher = self.launcher("forward", q, v, score)
         return forward(q, k, v, with_visits("forward", self.prepared(score, q, k, v), launcher), launcher)
 
-    def backward(self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
-        lse2, row_delta = delta(o, do, lse, dlse, self.launcher("delta", q, v, score))
-        arrays = q, k, v, do, lse2, row_delta
+    def backward(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
+        rows = rows_of(o, do, norm, dlse, score, self.launcher("delta", q, v, score))
         dscore = score.only()
         if score.sinks is not None:
-            dscore = dscore.replace(sinks=tile.sinks_cotangent(score.sinks, lse, row_delta))
+            dscore = dscore.replace(sinks=tile.sinks_cotangent(norm, rows.delta, score))
         score = self.prepared(score.replace(sinks=None), q, k, v)
 
         grads: dict[str, Array] = {}
         for kernel in used(q, v, score)[2:]:  # behind forward and delta
             launcher = self.launcher(kernel, q, v, score)
-            inputs = Inputs(*arrays, with_visits(kernel, score, launcher))
+            inputs = Inputs(q, k, v, do, rows, with_visits(kernel, score, launcher))
             if kernel in PARTS:
                 grads |= dkv(inputs, launcher, kernel)
             elif kernel == "dq":

@@ -13,29 +13,36 @@ from jflash.kernels import memory
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Vector
 from jflash.ranges import Span
+from jflash.score import Score
 from jflash.shapes import O, PerQuery
+from jflash.tile import Norm, Rows
 
 
-def delta(o: O, do: O, lse: PerQuery, dlse: PerQuery, launcher: Launcher) -> tuple[PerQuery, PerQuery]:
-    """(lse2, delta), both float32: see tile.delta."""
+def rows_of(o: O, do: O, norm: Norm, dlse: PerQuery, score: Score, launcher: Launcher) -> Rows:
+    """What the backward kernels must know of each row, float32 [batch, heads, q_len].
+
+    Rows of plain logits have no top of their own: the second number costs each pair an instruction, and registers where
+    queries run across.
+    """
     batch, q_len, heads, v_dim = o.shape
     head = lambda i, h, b: (b, h)
     matrix, vector = memory.matrix_spec(o, None, head), memory.vector_spec(q_len, None, head)
-    return launcher.call(
-        functools.partial(_kernel, q_len=q_len, v_dim=v_dim),
+    count = 2 if score.plain else 3
+    results = launcher.call(
+        functools.partial(_kernel, q_len=q_len, v_dim=v_dim, slope=score.slope, split=not score.plain),
         grid=(pl.cdiv(q_len, launcher.block_q), heads, batch),
-        in_specs=[matrix, matrix, vector, vector],
-        out_specs=[vector, vector],
-        out_shape=[jax.ShapeDtypeStruct(lse.shape, jnp.float32)] * 2,
+        in_specs=[matrix, matrix, vector, vector, vector],
+        out_specs=[vector] * count,
+        out_shape=[jax.ShapeDtypeStruct(dlse.shape, jnp.float32)] * count,
         name="jflash_delta",
-    )(o, do, lse, dlse)
+    )(o, do, *norm, dlse)
+    return Rows(None, *results) if score.plain else Rows(*results)
 
 
-def _kernel(o_ref, do_ref, lse_ref, dlse_ref, lse2_ref, delta_ref, *, q_len: int, v_dim: int, launcher: Launcher):
+def _kernel(o_ref, do_ref, m_ref, log_l_ref, dlse_ref, *row_refs, q_len, v_dim, slope, split, launcher: Launcher):
     rows = Span(pl.program_id(0) * launcher.block_q, launcher.block_q)
     there = memory.inside(rows, q_len)
     o, do = Matrix(o_ref, v_dim).load(rows, there), Matrix(do_ref, v_dim).load(rows, there)
-    lse, dlse = Vector(lse_ref).load(rows, there, 0), Vector(dlse_ref).load(rows, there, 0)
-    lse2, delta = tile.delta(o, do, lse, dlse)
-    Vector(lse2_ref).store(rows, there, lse2)
-    Vector(delta_ref).store(rows, there, delta)
+    m, log_l, dlse = (Vector(ref).load(rows, there, 0) for ref in (m_ref, log_l_ref, dlse_ref))
+    for ref, values in zip(row_refs, jax.tree.leaves(tile.rows(o, do, Norm(m, log_l), dlse, slope, split)), strict=True):
+        Vector(ref).store(rows, there, values)

@@ -18,7 +18,7 @@ from jflash import numerics, ranges, tile
 from jflash.kernels import memory
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
-from jflash.kernels.memory import Matrix, Place, Vector
+from jflash.kernels.memory import Matrix, Place
 from jflash.ranges import Span
 
 PARTS = {"dkv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",)}  # what the kernels of these names compute
@@ -42,8 +42,7 @@ def dkv(inputs: Inputs, launcher: Launcher, kernel: str = "dkv") -> dict[str, Ar
         keys,
         values,
         memory.matrix_spec(inputs.do, side_by_side, kv_head),
-        memory.vector_spec(q_len, side_by_side, kv_head),
-        memory.vector_spec(q_len, side_by_side, kv_head),
+        inputs.rows.map(lambda _: memory.vector_spec(q_len, side_by_side, kv_head)),
         memory.score_spec(inputs.score, side_by_side, kv_head, kv_head),
     )
     result, dtype = {"dk": (keys, k), "dv": (values, v)}, launcher.result_dtype(k.dtype)
@@ -78,10 +77,9 @@ def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: dict[str, int]
         seeing = memory.seeing_queries(score, cols, rows, head=head) if masked else None
         q = Matrix(inputs.q, head_dim, head=head).load(rows, seeing)
         do = Matrix(inputs.do, v_dim, head=head).load(rows, seeing)
-        lse2 = Vector(inputs.lse2, head=head).load(rows, seeing, jnp.inf)  # p = 0 in a row that is not there
-        delta = Vector(inputs.delta, head=head).load(rows, seeing, 0)
+        known_of_rows = inputs.load_rows(rows, seeing, axis=0, head=head)
         qk, dp = arith.inner(k, q), arith.inner(v, do)
-        p, operands = tile.backward(qk, dp, lse2[None, :], delta[None, :], tile_score, at, visible, arith)
+        p, operands = tile.backward(qk, dp, known_of_rows, tile_score, at, visible, arith)
         factors = {"dk": (operands.qk, q), "dv": (p, do)}  # what only the other one needs, the compiler leaves out
         return {part: numerics.add(grad, arith.combine(*factors[part])) for part, grad in grads.items()}
 

@@ -13,7 +13,7 @@ from jflash import numerics, ranges, tile
 from jflash.kernels import memory
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
-from jflash.kernels.memory import Matrix, Place, Vector
+from jflash.kernels.memory import Matrix, Place
 from jflash.ranges import Span
 from jflash.shapes import Q
 
@@ -32,8 +32,7 @@ def dq(inputs: Inputs, launcher: Launcher) -> Q:
         memory.matrix_spec(k, None, kv_head),
         memory.matrix_spec(v, None, kv_head),
         memory.matrix_spec(inputs.do, None, q_head),
-        memory.vector_spec(q_len, None, q_head),
-        memory.vector_spec(q_len, None, q_head),
+        inputs.rows.map(lambda _: memory.vector_spec(q_len, None, q_head)),
         memory.score_spec(inputs.score, None, q_head, kv_head),
     )
     (dq,) = launcher.call(
@@ -55,7 +54,7 @@ def _kernel(inputs: Inputs, dq_ref, *, head_dim: int, v_dim: int, launcher: Laun
     there = memory.inside(rows, score.q_len)
     seeing = memory.seeing_queries(score, Span(0, score.kv_len), rows)
     q, do = Matrix(inputs.q, head_dim).load(rows, seeing), Matrix(inputs.do, v_dim).load(rows, seeing)
-    lse2, delta = Vector(inputs.lse2).load(rows, there, jnp.inf), Vector(inputs.delta).load(rows, there, 0)
+    known_of_rows = inputs.load_rows(rows, there, axis=1)
 
     def visit(j, dq, masked):
         cols = Span(j * launcher.block_kv, launcher.block_kv)
@@ -64,7 +63,7 @@ def _kernel(inputs: Inputs, dq_ref, *, head_dim: int, v_dim: int, launcher: Laun
         seen = memory.seen_keys(score, rows, cols) if masked else None
         k, v = Matrix(inputs.k, head_dim).load(cols, seen), Matrix(inputs.v, v_dim).load(cols, seen)
         qk, dp = arith.inner(q, k), arith.inner(do, v)
-        _, operands = tile.backward(qk, dp, lse2[:, None], delta[:, None], tile_score, at, visible, arith)
+        _, operands = tile.backward(qk, dp, known_of_rows, tile_score, at, visible, arith)
         return numerics.add(dq, arith.combine(operands.qk, k))
 
     dq = tuple(jnp.zeros((rows.size, chunk), jnp.float32) for chunk in memory.chunks(head_dim, inputs.q.dtype))

@@ -19,7 +19,7 @@ from jflash import ranges, tile
 from jflash.kernels import memory
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
-from jflash.kernels.memory import Matrix, Place, Vector
+from jflash.kernels.memory import Matrix, Place
 from jflash.numerics import larger, smaller
 from jflash.ranges import Index, Span
 from jflash.score import Operands, Pairs, Score
@@ -161,10 +161,9 @@ def _cotangents(
     seeing = memory.seeing_queries(score, cols, rows, place.batch, place.head)
     q, do = Matrix(inputs.q, head_dim, **own).load(rows, seeing), Matrix(inputs.do, v_dim, **own).load(rows, seeing)
     k, v = Matrix(inputs.k, head_dim, **shared).load(cols, seen), Matrix(inputs.v, v_dim, **shared).load(cols, seen)
-    lse2 = Vector(inputs.lse2, **own).load(rows, seeing, jnp.inf)
-    delta = Vector(inputs.delta, **own).load(rows, seeing, 0)
+    known_of_rows = inputs.load_rows(rows, seeing, axis=1, **own)
     qk, dp = arith.inner(q, k), arith.inner(do, v)
-    return tile.backward(qk, dp, lse2[:, None], delta[:, None], tile_score, at, visible, arith).operands, tile_score, at
+    return tile.backward(qk, dp, known_of_rows, tile_score, at, visible, arith).operands, tile_score, at
 
 
 def _widths(inputs: Inputs) -> tuple[int, int]:

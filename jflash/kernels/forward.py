@@ -15,18 +15,20 @@ from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place, Vector
 from jflash.ranges import Span
 from jflash.score import Score
-from jflash.shapes import K, O, PerQuery, Q, V
+from jflash.shapes import K, O, Q, V
+from jflash.tile import Norm
 
 
-def forward(q: Q, k: K, v: V, score: Score, launcher: Launcher) -> tuple[O, PerQuery]:
-    """(o, lse) of q, k, v: lse float32, natural."""
+def forward(q: Q, k: K, v: V, score: Score, launcher: Launcher) -> tuple[O, Norm]:
+    """(o, norm) of q, k, v: norm float32."""
     batch, q_len, heads, head_dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     group = heads // kv_heads
     o = jax.ShapeDtypeStruct((batch, q_len, heads, v_dim), launcher.result_dtype(q.dtype))
     q_head = lambda i, h, b: (b, h)
     kv_head = lambda i, h, b: (b, h // group)
-    return launcher.call(
+    vector, one_a_row = memory.vector_spec(q_len, None, q_head), jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32)
+    o, norm = launcher.call(
         functools.partial(_kernel, head_dim=head_dim, v_dim=v_dim),
         grid=(pl.cdiv(q_len, launcher.block_q), heads, batch),
         in_specs=[
@@ -35,13 +37,14 @@ def forward(q: Q, k: K, v: V, score: Score, launcher: Launcher) -> tuple[O, PerQ
             memory.matrix_spec(v, None, kv_head),
             memory.score_spec(score, None, q_head, kv_head),
         ],
-        out_specs=[memory.matrix_spec(o, None, q_head), memory.vector_spec(q_len, None, q_head)],
-        out_shape=[o, jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32)],
+        out_specs=[memory.matrix_spec(o, None, q_head), Norm(vector, vector)],
+        out_shape=[o, Norm(one_a_row, one_a_row)],
         name="jflash_forward",
     )(q, k, v, score)
+    return o, norm
 
 
-def _kernel(q_ref, k_ref, v_ref, score_ref, o_ref, lse_ref, *, head_dim: int, v_dim: int, launcher: Launcher):
+def _kernel(q_ref, k_ref, v_ref, score_ref, o_ref, norm_refs: Norm, *, head_dim: int, v_dim: int, launcher: Launcher):
     place = Place(b=pl.program_id(2), h=pl.program_id(1))
     score = memory.score_at(score_ref, place)
     # The last q tiles of a causal mask see the most keys: they start first, so that none is left over at the end.
@@ -59,8 +62,9 @@ def _kernel(q_ref, k_ref, v_ref, score_ref, o_ref, lse_ref, *, head_dim: int, v_
     state = tile.start(rows.size, memory.chunks(v_dim, v_ref.dtype), jnp.float32, score)
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
         state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)
-    o, lse = tile.finish(state, score)
+    o, norm = tile.finish(state, score, launcher.arithmetic)
     rows = launcher.again(rows)
     there = memory.inside(rows, score.q_len)
     Matrix(o_ref, v_dim, like=v_ref.dtype).store(rows, there, o)
-    Vector(lse_ref).store(rows, there, lse)
+    for ref, values in zip(norm_refs, norm, strict=True):
+        Vector(ref).store(rows, there, values)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 
 from jflash.kernels import memory
+from jflash.kernels.memory import Vector
+from jflash.ranges import Index, Span
+from jflash.tile import Rows
 
 
 class Inputs(NamedTuple):
@@ -17,8 +22,7 @@ class Inputs(NamedTuple):
     k: Any
     v: Any
     do: Any
-    lse2: Any
-    delta: Any
+    rows: Rows
     score: Any
 
     @property
@@ -26,5 +30,12 @@ class Inputs(NamedTuple):
         """Block specs with which each program sees all of everything."""
         whole = lambda shape: pl.BlockSpec(shape, lambda *grid: (0,) * len(shape))
         matrix = lambda x: whole((*x.shape[:3], sum(memory.chunks(x.shape[3], x.dtype))))
-        rest = jax.tree.map(lambda x: whole(x.shape), (self.lse2, self.delta, self.score))
+        rest = jax.tree.map(lambda x: whole(x.shape), (self.rows, self.score))
         return Inputs(*map(matrix, self[:4]), *rest)
+
+    def load_rows(
+        self, rows: Span, keep: Array | None, axis: int, batch: Index | None = None, head: Index | None = None
+    ) -> Rows:
+        """What is known of some rows, with a new `axis` for the keys. A row that is not there has p = 0."""
+        load = lambda ref, other: jnp.expand_dims(Vector(ref, batch, head).load(rows, keep, other), axis)
+        return Rows(*(None if ref is None else load(ref, other) for ref, other in zip(self.rows, (0, jnp.inf, 0), strict=True)))

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jflash import varying
 from jflash.blocks import Launch
-from jflash.kernels.ptx import PtxArithmetic, unknown
+from jflash.kernels.ptx import FusedArithmetic, PtxArithmetic, unknown
 from jflash.numerics import Arithmetic, known, result_dtype
 from jflash.ranges import Span
 
@@ -35,7 +35,7 @@ class Launcher:
     @property
     def arithmetic(self) -> Arithmetic:
         """Inline assembly has no interpreter."""
-        return Arithmetic(self.precision) if self.interpret else PtxArithmetic(self.precision)
+        return FusedArithmetic(self.precision) if self.interpret else PtxArithmetic(self.precision)
 
     def again(self, span: Span) -> Span:
         """The same positions, for what is stored after a loop: its addresses are then computed there.

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import triton as plgpu
 
-from jflash.numerics import Arithmetic
+from jflash.numerics import HUGE_EXPONENT, LARGEST, Arithmetic
 
 
 @dataclasses.dataclass(frozen=True)
-class PtxArithmetic(Arithmetic):
+class FusedArithmetic(Arithmetic):
+    """The arithmetic of a kernel, for the interpreter, which has no inline assembly."""
+
+    fused: ClassVar[bool] = True
+
+    def exp2(self, x: Array, slope: Array | float, intercept: Array) -> Array:
+        """Finite where a fused multiply-add is, and of rounded products: a CPU's compiler would fuse one of them, or not."""
+        x, intercept_there = jnp.minimum(x * slope, LARGEST), jnp.minimum(intercept, LARGEST)
+        return jnp.where(intercept == jnp.inf, 0, jnp.exp2(x - intercept_there))
+
+
+@dataclasses.dataclass(frozen=True)
+class PtxArithmetic(FusedArithmetic):
     """exp2(slope * x - intercept) as one FFMA and one MUFU.
 
     jnp.exp2 becomes ex2.approx.f32, which ptxas wraps in a compare and two multiplies for the sake of denormals, and
@@ -24,14 +37,24 @@ class PtxArithmetic(Arithmetic):
     def exp2(self, x: Array, slope: Array | float, intercept: Array) -> Array:
         shape = jnp.broadcast_shapes(x.shape, jnp.shape(intercept))
         x, slope, intercept = (jnp.broadcast_to(jnp.asarray(a, jnp.float32), shape) for a in (x, slope, -intercept))
-        (y,) = plgpu.elementwise_inline_asm(
-            "{ .reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }",
-            args=[x, slope, intercept],
-            constraints="=f,f,f,f",
-            pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
-        )
-        return y
+        return _assembly("{ .reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }", x, slope, intercept)
+
+    def lost(self, m: Array, slope: float) -> Array:
+        slopes = jnp.full(m.shape, slope, jnp.float32)
+        exact = "{ .reg .f32 t; mul.rn.f32 t, $1, $2; neg.f32 t, t; fma.rn.f32 $0, $1, $2, t; }"
+        return jnp.where(jnp.abs(m) < HUGE_EXPONENT / slope, _assembly(exact, m, slopes), 0)
+
+
+def _assembly(text: str, *args: Array) -> Array:
+    """One float32 from each of the arguments, which are of one shape."""
+    (result,) = plgpu.elementwise_inline_asm(
+        text,
+        args=args,
+        constraints=",".join(["=f"] + ["f"] * len(args)),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
+    )
+    return result
 
 
 def unknown(x: Array) -> Array:

@@ -44,7 +44,8 @@ def naive_attention(q: Q, k: K, v: V, score: Score, *, precision: lax.PrecisionL
         s = s + jnp.where(visible, score.bias, 0)
     if score.score_fn is not None:
         s = on_arrays(score.score_fn, score.arg_shapes)(s, b, h, i + offset, j, *score.args)
-    s = jnp.where(visible, s, -jnp.inf)
+    # Rounded once: fused with the difference below, a product is not what it is in the maximum.
+    s = lax.optimization_barrier(jnp.where(visible, s, -jnp.inf))
     if score.sinks is not None:  # a key more, whose value is zero
         sinks = jnp.broadcast_to(score.sinks[None, :, None, None].astype(dtype), (batch, heads, q_len, 1))
         s = jnp.concatenate([s, sinks], axis=-1)

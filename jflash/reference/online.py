@@ -19,6 +19,7 @@ from jflash.numerics import Arithmetic
 from jflash.reference.layout import Layout
 from jflash.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
+from jflash.tile import Norm
 from jflash.vjp import attend
 
 
@@ -36,7 +37,7 @@ class Online:
     def result_dtype(self, dtype):
         return numerics.result_dtype(dtype, self.partial)
 
-    def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
+    def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
         layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)
         score = layout.cut_score(ranges.with_kv_visits(score, layout.block_q, layout.block_kv))
         k_tiles, v_tiles = layout.cut_keys(k), layout.cut_keys(v)
@@ -56,44 +57,45 @@ class Online:
             tiles = ranges.for_all(lambda score: ranges.kv_tiles(score, layout.row_span(i), layout.block_kv), score)
             for lo, hi, masked in tiles.segments():
                 state = lax.fori_loop(lo, hi, functools.partial(visit, q=q, i=i, masked=masked), state)
-            (o,), lse = jax.vmap(jax.vmap(functools.partial(tile.finish, score=score)))(state)
-            return self._result(o, q.dtype), lse
+            (o,), norm = jax.vmap(jax.vmap(functools.partial(tile.finish, score=score, arith=arith)))(state)
+            return self._result(o, q.dtype), norm
 
-        o, lse = lax.map(row_of_tiles, (jnp.arange(layout.q_count, dtype=jnp.int32), layout.cut_queries(q)))
-        return layout.join_queries(o), layout.join_rows(lse)
+        o, norm = lax.map(row_of_tiles, (jnp.arange(layout.q_count, dtype=jnp.int32), layout.cut_queries(q)))
+        return layout.join_queries(o), jax.tree.map(layout.join_rows, norm)
 
-    def backward(self, q: Q, k: K, v: V, score: Score, o: O, lse: PerQuery, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
+    def backward(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
         """(dq, dk, dv, dscore). One loop over the tiles does for all of them, five products a tile."""
         layout = Layout.of(q, v, self.blocks.block_q_dkv, self.blocks.block_kv_dkv)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
-        lse2, delta = row_delta(o, do, lse, dlse)
+        rows = rows_of(o, do, norm, dlse, score)
         dscore = score.only()
         if score.sinks is not None:
-            dscore = dscore.replace(sinks=tile.sinks_cotangent(score.sinks, lse, delta))
+            dscore = dscore.replace(sinks=tile.sinks_cotangent(norm, rows.delta, score))
         whole_score = score.replace(sinks=None)
         score = layout.cut_score(ranges.with_q_visits(whole_score, layout.block_q, layout.block_kv))
         q_tiles, do_tiles = layout.cut_queries(q), layout.cut_queries(do)
         # Copies with the queries across: XLA's CPU compiler multiplies qᵀ·ds twice as fast as dsᵀ·q, so dk and dv are summed
         # with the keys across.
         q_across_tiles, do_across_tiles = q_tiles.swapaxes(-1, -2), do_tiles.swapaxes(-1, -2)
-        lse2_tiles, delta_tiles = layout.cut_rows(lse2, jnp.inf), layout.cut_rows(delta, 0)  # p = 0 beyond the end
+        row_tiles = tile.Rows(*map(layout.cut_rows, rows, (0, jnp.inf, 0)))  # p = 0 beyond the end
 
         def visit(i, grads, k, v, j, masked):
             dq_tiles, dk, dv, dbias, dargs = grads
 
-            def one(q, k, v, do, q_across, do_across, lse2, delta, score, at):
+            def one(q, k, v, do, q_across, do_across, rows, score, at):
                 visible = score.visible(at) if masked else None
                 queries = q, do, q_across.T, do_across.T
                 (q, do, q_down, do_down), (k, v) = layout.hide(visible, at, queries, (k, v))
                 qk, dp = arith.inner((q,), (k,)), arith.inner((do,), (v,))
-                p, ds = tile.backward(qk, dp, lse2[:, None], delta[:, None], score, at, visible, arith)
+                p, ds = tile.backward(qk, dp, rows.map(lambda x: x[:, None]), score, at, visible, arith)
                 (dq,) = arith.combine(ds.qk, (k,))
                 dk = arith.dot(q_down.T, ds.qk.astype(q.dtype), (1, 0))
                 dv = arith.dot(do_down.T, p.astype(do.dtype), (1, 0))
                 return (dq, dk, dv), ds.bias, _scattered(score.lookups(qk, at), ds.values, score)
 
-            rows = (x[i] for x in (do_tiles, q_across_tiles, do_across_tiles, lse2_tiles, delta_tiles))
-            more, ds, more_args = layout.for_each(one, score, i, j)(q_tiles[i], k, v, *rows)
+            queries = do_tiles[i], q_across_tiles[i], do_across_tiles[i]
+            its_rows = row_tiles.map(lambda x: x[i])
+            more, ds, more_args = layout.for_each(one, score, i, j)(q_tiles[i], k, v, *queries, its_rows)
             if dbias is not None:
                 dbias = layout.add_pairs(dbias, ds, i, j)
             dargs = jax.tree.map(lambda total, x: total + jnp.sum(x, axis=(0, 1)), dargs, more_args)
@@ -130,18 +132,19 @@ class Online:
         return x.astype(self.result_dtype(dtype))
 
 
-def row_delta(o: O, do: O, lse: PerQuery, dlse: PerQuery) -> tuple[PerQuery, PerQuery]:
-    """(lse2, delta), see tile.delta."""
-    of_head = lambda o, do, lse, dlse: tile.delta((o,), (do,), lse, dlse)
-    return jax.vmap(jax.vmap(of_head, in_axes=(1, 1, 0, 0)))(o, do, lse, dlse)
+def rows_of(o: O, do: O, norm: Norm, dlse: PerQuery, score: Score) -> tile.Rows:
+    """What the backward must know of each row, [batch, heads, q_len]."""
+    of_head = lambda o, do, norm, dlse: tile.rows((o,), (do,), norm, dlse, score.slope, split=True)
+    return jax.vmap(jax.vmap(of_head, in_axes=(1, 1, 0, 0)))(o, do, norm, dlse)
 
 
-def unseen(q: Q, v: V, score: Score, dtype) -> tuple[O, PerQuery]:
-    """(o, lse) of queries that have seen no keys but, if there is one, their sink; o has `dtype`."""
+def unseen(q: Q, v: V, score: Score, dtype) -> tuple[O, Norm]:
+    """(o, norm) of queries that have seen no keys but, if there is one, their sink; o has `dtype`."""
     batch, q_len, heads, _ = q.shape
-    sinks = jnp.full((heads,), -jnp.inf) if score.sinks is None else score.sinks
-    lse = jnp.broadcast_to(sinks.astype(numerics.accumulator(q.dtype))[:, None], (batch, heads, q_len))
-    return jnp.zeros((batch, q_len, heads, v.shape[-1]), dtype), lse
+    start = lambda sink: tile.start(q_len, (), numerics.accumulator(q.dtype), score.replace(sinks=sink))
+    _, norm = tile.finish(jax.vmap(start, axis_size=heads)(score.sinks), score, Arithmetic())
+    norm = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, heads, q_len)), norm)
+    return jnp.zeros((batch, q_len, heads, v.shape[-1]), dtype), norm
 
 
 def _scattered(lookups, ds: tuple[Array, ...], score: Score) -> tuple[Array, ...]:
