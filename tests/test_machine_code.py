@@ -18,7 +18,7 @@ import jflash
 from jflash import machine_code
 from jflash.cases import SCORE_FNS
 from jflash.machine_code import GPUS, compiler, loops
-from jflash.machine_code.kernel import Assembled
+from jflash.machine_code.kernel import Assembled, serialized
 
 KERNELS = ("jflash_forward", "jflash_delta", "jflash_dkv", "jflash_dq")
 APART = ("jflash_forward", "jflash_delta", "jflash_dk", "jflash_dv", "jflash_dq")  # where head_dim is large
@@ -353,6 +353,53 @@ def test_cycles_of_a_product_on_h100(text, cycles):
     assert loops.tensor_cycles(text, GPUS["h100"]) == cycles
 
 
+WAITING = """
+.L_x_0:
+        /*0000*/                   WARPGROUP.ARRIVE ;
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R88, gdesc[UR16], RZ, !UPT, gsb0 ;
+        /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0030*/                   DEPBAR.LE SB0, 0x1 ;
+        /*0040*/              @P0 BRA `(.L_x_0) ;
+"""
+
+
+def test_waits_for_products_are_counted():
+    (loop,) = loops.find_loops(WAITING, GPUS["h100"])
+    assert (loop.opcodes["HGMMA"], loop.waits) == (1, 1)
+    assert "5 instructions (1 waits for 1 HGMMA)" in str(loop)
+
+
+LOSS = "ptxas info    : (C75{}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to {}"
+
+
+@pytest.mark.parametrize(
+    ("message", "reasons"),
+    [
+        (LOSS.format(11, "a lack of registers in the function 'kernel' in line 467"), ["C7511: a lack of registers"]),
+        (LOSS.format(10, "a lack of registers for the function 'kernel'"), ["C7510: a lack of registers"]),
+        (LOSS.format(14, "ill formed pipeline stage in the function 'kernel'") + "\nptxas info    : 0 bytes gmem\n" +
+         LOSS.format(12, "calls"), ["C7514: ill formed pipeline stage", "C7512: calls"]),
+        ("ptxas info    : Used 240 registers, used 1 barriers", []),
+    ],
+)  # fmt: skip
+def test_what_ptxas_says_of_products_in_series(message, reasons):
+    assert serialized(message) == tuple(reasons)
+
+
+@needs_compiler
+def test_a_kernel_tells_that_its_products_are_waited_for_one_by_one():
+    """128x128 with 4 warps at head_dim 64, as few instructions as it has: ptxas finds too few registers."""
+    for block_kv, series in ((128, True), (64, False)):
+        launch = jflash.BlockSizes(block_q=128, block_kv=block_kv, num_warps=4, num_stages=2)
+        attend = functools.partial(jflash.attention, block_sizes=launch)
+        program = machine_code.compile_for(attend, *avals(2, 4096, 4, 64, jnp.bfloat16)[:3], gpu="h100")
+        kernel = program["jflash_forward"]
+        assert bool(kernel.serialized) == ("SERIALIZED, C75" in str(kernel)) == series
+        assert kernel.hot is not None
+        assert (kernel.hot.waits >= kernel.hot.opcodes["HGMMA"]) == series
+        assert series or kernel.hot.waits <= kernel.ptx.count("wgmma.wait_group")
+
+
 @needs_compiler
 @pytest.mark.parametrize(("gpu", "instruction"), [("l4", "HMMA"), ("h100", "HGMMA"), ("b200", "UTCHMMA")])
 def test_what_a_kernel_tells(gpu, instruction):
@@ -378,7 +425,7 @@ def test_what_a_kernel_tells(gpu, instruction):
 )
 def test_blocks_on_a_multiprocessor_of_an_h100(registers, threads, shared, blocks):
     kernel = machine_code.Kernel("k", GPUS["h100"], (1,), threads, shared, module="")
-    kernel.__dict__["_assembled"] = Assembled(registers, spill_bytes=0, static_shared_bytes=0, cubin=b"")
+    kernel.__dict__["_assembled"] = Assembled(registers, spill_bytes=0, static_shared_bytes=0, serialized=(), cubin=b"")
     assert kernel.blocks_per_multiprocessor == blocks
 
 

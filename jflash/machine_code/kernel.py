@@ -22,6 +22,10 @@ TENSOR_CORES = {
 }
 
 
+# What ptxas says where it waits for each wgmma on its own and lets nothing run beside it: C7510 and its neighbours.
+SERIALIZED = r"\((C\d+)\).*wgmma.* serialized due to (.*?)(?: in the function .*| for the function .*)?$"
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A kernel for one GPU. ptxas and the disassembler run when they are first asked for something."""
@@ -58,6 +62,15 @@ class Kernel:
     def spill_bytes(self) -> int:
         """Bytes that the code of a thread stores to local memory and loads from it for want of registers."""
         return self._assembled.spill_bytes
+
+    @property
+    def serialized(self) -> tuple[str, ...]:
+        """Why ptxas waits for each product of an H100's tensor cores on its own: "C7511: insufficient register resources ...".
+
+        Such a kernel has as few instructions as any other, and is slower: the tensor cores idle between two products.
+        Loop.waits counts what came of it. Empty where the code waits as rarely as the PTX does.
+        """
+        return self._assembled.serialized
 
     @property
     def shared_bytes(self) -> int | None:
@@ -121,6 +134,7 @@ class Kernel:
             f"spilled, {self.shared_bytes} bytes shared, {self.threads} threads, grid {self.grid}, "
             f"{self.blocks_per_multiprocessor} blocks on a multiprocessor"
         )
+        text = "\n  SERIALIZED, ".join((text, *self.serialized))
         return f"{text}\n  {self.hot}" if self.hot else text
 
     @functools.cached_property
@@ -131,7 +145,13 @@ class Kernel:
             options = ("--verbose", "--gpu-name", self.target.architecture, "--entry", self.name)
             report = _run("nvidia-cuda-nvcc", "ptxas", *options, ptx, "--output-file", cubin)
             number = lambda what: sum(map(int, re.findall(rf"(\d+) {what}", report)))
-            return Assembled(number("registers"), number("bytes spill"), number("bytes smem"), cubin.read_bytes())
+            return Assembled(
+                registers=number("registers"),
+                spill_bytes=number("bytes spill"),
+                static_shared_bytes=number("bytes smem"),
+                serialized=serialized(report),
+                cubin=cubin.read_bytes(),
+            )
 
 
 class Assembled(NamedTuple):
@@ -140,7 +160,13 @@ class Assembled(NamedTuple):
     registers: int
     spill_bytes: int
     static_shared_bytes: int
+    serialized: tuple[str, ...]
     cubin: bytes
+
+
+def serialized(report: str) -> tuple[str, ...]:
+    """Why products are waited for one by one, out of what ptxas says."""
+    return tuple(f"{code}: {why}" for code, why in re.findall(SERIALIZED, report, re.MULTILINE))
 
 
 def _run(wheel: str, tool: str, *args) -> str:
