@@ -17,7 +17,7 @@ from jaxlib.triton import dialect as triton
 import jflash
 from jflash import blocks, machine_code
 from jflash.cases import SCORE_FNS
-from jflash.machine_code import GPUS, compiler, loops
+from jflash.machine_code import GPUS, compiler, loops, pipeline
 from jflash.machine_code.kernel import Assembled, serialized
 
 KERNELS = ("jflash_forward", "jflash_delta", "jflash_dkv", "jflash_dq")
@@ -392,6 +392,46 @@ def test_waits_for_products_are_counted():
     (loop,) = loops.find_loops(WAITING, GPUS["h100"])
     assert (loop.opcodes["HGMMA"], loop.waits) == (1, 1)
     assert "5 instructions (1 waits for 1 HGMMA)" in str(loop)
+
+
+ENCODED = """
+        /*0d50*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;     /* 0x00008000000079c5 */
+                                                                       /* 0x000fe40000010000 */
+        /*0d60*/              @!P0 MUFU.EX2 R11, R88 ;                 /* 0x00000059580b7209 */
+                                                                       /* 0x00086c0000000800 */
+"""
+
+
+def test_control_codes_are_decoded():
+    wait, exponential = pipeline.decode(ENCODED, 0xD50, 0xD60)
+    assert wait == ("WARPGROUP.DEPBAR.LE gsb0, 0x0 ", "WARPGROUP", 2, None, None, ())
+    # 0x00086c >> 9: 6 cycles, 1 of yield, barrier 1 for its result, 4 for its operands.
+    assert exponential == ("MUFU.EX2 R11, R88 ", "MUFU", 6, 1, 4, ())
+    assert pipeline.decode(ENCODED, 0xD60, 0xD60) == [exponential]
+
+
+def step(text, stall=1, written=None, waits=()):
+    return pipeline.Step(text, text.split(".")[0].split(" ")[0], stall, written, None, waits)
+
+
+PRODUCT, WAIT = step("HGMMA.64x128x16.F32.BF16 R88, gdesc[UR16], RZ, gsb0"), step("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+
+
+def test_the_estimate_of_loops_that_can_be_counted_by_hand():
+    cycles = lambda steps, blocks=1, threads=128: pipeline.simulate(steps, GPUS["h100"], blocks, threads).cycles
+    about = functools.partial(pytest.approx, rel=0.03)
+    assert cycles([step("IADD3 R1", stall=5)]) == about(5)
+    assert cycles([step("IADD3 R1", stall=5)], blocks=2) == about(5), "the other block fills the gaps"
+    exponential = [step("MUFU.EX2 R1", written=0), step("FADD R1", waits=(0,))]
+    assert cycles(exponential) == about(8 + pipeline.LATENCIES["MUFU"] + 1)
+    assert cycles(exponential, blocks=8) == about(64), "eight cycles of the pipe each"
+    # Products one behind the other take their 64 cycles; waited for, the latency of each besides.
+    in_series = cycles([PRODUCT, WAIT] * 4)
+    assert cycles([PRODUCT] * 4) == about(256)
+    assert in_series == about(4 * (64 + pipeline.LATENCIES["products"] + 1))
+    assert cycles([PRODUCT, WAIT] * 4, blocks=2) < 2 * in_series
+    # A barrier of a block waits for all of its warps: two in each quarter.
+    assert cycles([step("BAR.SYNC"), PRODUCT, WAIT], threads=256) >= 128
 
 
 LOSS = "ptxas info    : (C75{}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to {}"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from jflash.machine_code.gpus import REGISTERS, RESERVED_SHARED, Target
 from jflash.machine_code.loops import Loop, find_loops
+from jflash.machine_code.pipeline import Estimate, decode, simulate
 
 # What multiplies matrices of floats: the machine instruction, and the PTX instruction that it is made from.
 TENSOR_CORES = {
@@ -100,6 +101,24 @@ class Kernel:
             cubin = pathlib.Path(folder, "kernel.cubin")
             cubin.write_bytes(self._assembled.cubin)
             return _run("nvidia-cuda-nvdisasm", "nvdisasm", "--print-code", cubin)
+
+    @functools.cached_property
+    def encoded(self) -> str:
+        """The machine code, disassembled, each instruction with its encoding."""
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = pathlib.Path(folder, "kernel.cubin")
+            cubin.write_bytes(self._assembled.cubin)
+            return _run("nvidia-cuda-nvdisasm", "nvdisasm", "--print-code", "-hex", cubin)
+
+    def estimate(self, loop: Loop) -> Estimate | None:
+        """An ESTIMATE of what a round of one of its loops takes; None where the blocks on a multiprocessor are not known.
+
+        Nor on B200, whose tensor-core instructions do not name the sizes of their tiles.
+        """
+        blocks = self.blocks_per_multiprocessor
+        if not blocks or not loop.cycles["tensor"]:
+            return None
+        return simulate(decode(self.encoded, loop.start, loop.end), self.target, blocks, self.threads)
 
     @functools.cached_property
     def loops(self) -> tuple[Loop, ...]:

@@ -25,7 +25,7 @@ PIPES = {
     ("memory", 4): "ATOM ATOMG ATOMS LD LDG LDGSTS LDL LDS LDSM RED SHFL ST STG STL STS STSM UTMALDG UTMASTG",
 }
 WAIT = "WARPGROUP.DEPBAR"  # wgmma.wait_group
-_PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
+PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
 
 
 class Instruction(NamedTuple):
@@ -94,7 +94,7 @@ def _loop(code: list[Instruction], target: Target) -> Loop:
     for instruction in code:
         cycles["issue"] += 1
         cycles["tensor"] += tensor_cycles(instruction.text, target)
-        pipe, held = _PIPE_OF.get(instruction.opcode, ("other", 0))
+        pipe, held = PIPE_OF.get(instruction.opcode, ("other", 0))
         cycles[pipe] += held * (128 / target.fp32_lanes if pipe == "fma" else 1)
     opcodes = collections.Counter(instruction.opcode for instruction in code)
     cycles = {pipe: n for pipe, n in cycles.items() if n or pipe == "tensor"}
