@@ -2,13 +2,14 @@
 
 Counts of instructions know of no latency; here each warp waits as its machine code says. The compiler writes into every
 instruction for how many cycles the next one must wait, and which of six barriers it sets and waits for; decode() reads
-that. What takes how long then is assumed: LATENCIES and the rates of loops.py, from published microbenchmarks (Luo et al.
-2024, arXiv:2402.13499, for H100) where there are any, else guessed; never checked on a device.
+that. What takes how long then is assumed: the rates of loops.py, and LATENCIES, guesses of the order of what microbenchmarks
+of such GPUs give (among them Luo et al. 2024, arXiv:2402.13499); none of them was checked on a device.
 
 Left out: bank conflicts, the operands that products read from shared memory, misses of the instruction cache, branches
 taken within a round, the beginning and the end of a kernel, the last wave of blocks, and that a busy GPU lowers its clock.
-`python -m benchmarks.pipeline` compares it with figures that others have measured: see benchmarks/NOTES.md for how far off
-it is, before any choice rests on it.
+So it is not worth much: beside five launches of tokamax's forward that were measured on an H100 it is 13 to 44 percent too
+fast, right in the order of three at head_dim 64, wrong in that of 128 and 256, after its assumptions had been changed once
+to come closer. `python -m benchmarks.pipeline` shows that. Use it to see where a loop waits, not to say how fast it is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jflash.machine_code.loops import PIPE_OF, WAIT, tensor_cycles
 
 ROUNDS, WARM = 16, 6  # each warp goes through the loop so many times; the first ones are not counted
 
-# Cycles from the issue of an instruction to its result, where that is not in the machine code. Guessed where no source is.
+# Cycles from the issue of an instruction to its result, where that is not in the machine code: guesses.
 LATENCIES = {
     "MUFU": 24,
     "LDS": 30,
@@ -36,7 +37,7 @@ LATENCIES = {
 }
 OTHER = 20  # cycles of an instruction of variable latency that is not listed
 READ = 12  # cycles until an instruction has read its operands, where others wait for that
-PORT, L2 = 64, 26  # bytes a cycle: that one multiprocessor can take, and its share of an H100's second-level cache (6 TB/s)
+PORT, L2 = 64, 26  # bytes a cycle: that one multiprocessor can take, and its share of a second-level cache of 6 TB/s: guesses
 
 
 class Step(NamedTuple):
