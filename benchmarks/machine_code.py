@@ -1,6 +1,7 @@
 """`python -m benchmarks.machine_code`: what the compiler makes of each kernel and of its peers, on a machine without a GPU.
 
-Registers, spills, shared memory and instructions are exact. Issue slots and the share of peak come from counts and the
+Registers, spills, shared memory, instructions and waits are exact; "serialized" is what ptxas calls it where it waits for each
+HGMMA on its own. Issue slots and the share of peak come from counts and the
 rates assumed in jflash/machine_code/loops.py; they know of no latency and are no measurement.
 """
 
@@ -82,6 +83,9 @@ def row(name: str, kernel: Kernel, head_dim: int, causal: bool, loop: Loop | Non
         "shared_bytes": kernel.shared_bytes,
         "blocks": kernel.blocks_per_multiprocessor,
         "tensor_cores": kernel.tensor_cores,
+        "serialized": " ".join(message.partition(":")[0] for message in kernel.serialized) or None,
+        "hgmma": loop.opcodes["HGMMA"] or None if loop else None,
+        "waits": loop.waits or None if loop else None,
         "instructions": loop.instructions if loop else None,
         "tensor_cycles": tensor or None,
         "issue_per_tensor": round(loop.cycles["issue"] / tensor, 2) if loop and tensor else None,

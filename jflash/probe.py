@@ -26,6 +26,7 @@ class Built:
 
     spill_bytes: int
     run: Callable[[int], None]  # runs it so many times, one after the other, and waits for the last
+    serialized: tuple[str, ...] = ()  # Kernel.serialized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Bench:
                 result = compiled(inputs)
             jax.block_until_ready(result)
 
-        return Built(max(found.spill_bytes for found in own), run)
+        return Built(max(found.spill_bytes for found in own), run, tuple(why for found in own for why in found.serialized))
 
 
 def call(kernel: str, inputs: Inputs, launcher: Launcher) -> Any:

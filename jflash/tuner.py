@@ -56,7 +56,7 @@ class Timed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """Builds launches of a kernel, times those that do not spill, and keeps the fastest."""
+    """Builds launches of a kernel, times those that neither spill nor wait for each product, and keeps the fastest."""
 
     build: Callable[[str, Launch], Built]  # raises Refused
     clock: Callable[[], float]  # seconds
@@ -65,8 +65,8 @@ class Tuner:
     def fastest(self, kernel: str, default: Launch, others: Sequence[Launch], seconds: float) -> Timed:
         """The fastest launch that can be found in about this time; the default unless another is faster beyond noise.
 
-        Only the default may spill. Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943): all are timed in
-        turns, so that the moods of the GPU meet all alike, and the slower half is left out of the next round.
+        Only the default may spill or be serialized. Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943): all
+        are timed in turns, so that the moods of the GPU meet all alike, and the slower half is left out of the next round.
         """
         start = self.clock()
         built = self._buildable(kernel, default, others, start + COMPILING * seconds)
@@ -92,7 +92,7 @@ class Tuner:
         return Timed(best, median(best), built[best].spill_bytes)
 
     def _buildable(self, kernel: str, default: Launch, others: Sequence[Launch], until: float) -> dict[Launch, Built]:
-        """The launches that the compiler takes and does not spill; warmed up."""
+        """The launches that the compiler takes, without spills and without serializing the products; warmed up."""
         built = {}
         for n, launch in enumerate((default, *others)):
             if built and self.clock() > until:
@@ -103,8 +103,10 @@ class Tuner:
             except Refused:
                 became = "does not fit"
             else:
-                became = f"spills {one.spill_bytes} bytes" if one.spill_bytes else "fits"
-                if not one.spill_bytes or launch == default:
+                faults = [f"spills {one.spill_bytes} bytes"] if one.spill_bytes else []
+                faults += [f"waits for each product ({why})" for why in one.serialized]
+                became = " and ".join(faults) or "fits"
+                if not faults or launch == default:
                     one.run(1)
                     built[launch] = one
             self.say(kernel, n + 1, len(others) + 1, f"{_shown(launch)}: {became}")

@@ -67,11 +67,11 @@ def tune(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, minutes: float = 5.0, **op
     """Measures how the kernels of attention(q, k, v, **options) and its gradient run fastest on the GPU at hand.
 
     For each kernel, launches (tile sizes, warps, stages) near the one that is used now are compiled; of those that fit and
-    do not spill the fastest is kept in the user's cache, unless the present one is as fast, within 2 percent. The cache
-    is a file for each kind of GPU in $JFLASH_CACHE_DIR, or where platformdirs says. From then on attention() takes what
-    stands there for the same head_dim and v_dim, dtypes of the same size and like options (all that cost no more than a
-    comparison or two an element are alike), at the nearest lengths. A function that jax.jit has compiled keeps what it
-    was compiled with: tune first, or call jax.clear_caches().
+    neither spill nor wait for each product on its own the fastest is kept in the user's cache, unless the present one is
+    as fast, within 2 percent. The cache is a file for each kind of GPU in $JFLASH_CACHE_DIR, or where platformdirs says.
+    From then on attention() takes what stands there for the same head_dim and v_dim, dtypes of the same size and like
+    options (all that cost no more than a comparison or two an element are alike), at the nearest lengths. A function that
+    jax.jit has compiled keeps what it was compiled with: tune first, or call jax.clear_caches().
 
     A kernel alone is timed, called again and again; where it takes less than starting it, some 20 µs, all launches look
     alike. Progress is shown on stderr, with bars where rich is installed.

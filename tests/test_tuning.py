@@ -37,8 +37,17 @@ DEFAULT = Launch(128, 64, 4, 2)
 class FakeGPU:
     """Kernels that take as long as `seconds` says, by a clock that only they and the compiler move."""
 
-    def __init__(self, seconds, spills=lambda launch: 0, fits=lambda launch: True, jitter=0.0, compiling=1.0):
+    def __init__(
+        self,
+        seconds,
+        spills=lambda launch: 0,
+        fits=lambda launch: True,
+        jitter=0.0,
+        compiling=1.0,
+        serialized=lambda launch: (),
+    ):
         self.seconds, self.spills, self.fits, self.jitter, self.compiling = seconds, spills, fits, jitter, compiling
+        self.serialized = serialized
         self.now, self.built, self.ran, self.said = 0.0, [], set(), []
 
     def clock(self) -> float:
@@ -55,7 +64,7 @@ class FakeGPU:
             mood = 1 + self.jitter * (int(1e6 * self.now) % 3)  # some runs are slower
             self.now += times * self.seconds(launch) * mood
 
-        return Built(self.spills(launch), run)
+        return Built(self.spills(launch), run, self.serialized(launch))
 
     def fastest(self, seconds=1e6, default=DEFAULT, key=KEY):
         search = Tuner(self.build, self.clock, lambda *said: self.said.append(said))
@@ -82,6 +91,16 @@ def test_the_fastest_that_fits_and_does_not_spill():
     assert "128 x 64, 4 warps, 2 stages: fits" in notes
     assert "spills 100 bytes" in notes
     assert "does not fit" in notes
+
+
+def test_launches_that_wait_for_each_product_are_refused():
+    serialized = lambda launch: ("C7511: insufficient register resources",) if launch.block_kv == 128 else ()
+    fake = FakeGPU(lambda launch: similar(launch, Launch(128, 128, 4, 2)))
+    fake.serialized = serialized
+    assert fake.fastest().launch == DEFAULT
+    assert any(serialized(launch) for launch in fake.built)
+    assert not any(serialized(launch) for launch in fake.ran), "what is serialized is never run"
+    assert "waits for each product (C7511: insufficient register resources)" in " ".join(note for *_, note in fake.said)
 
 
 @pytest.mark.parametrize(("gain", "kept"), [(0.01, True), (0.05, False)])
@@ -278,7 +297,8 @@ def test_the_bench_runs_what_attention_runs(monkeypatch):
     results = []
 
     def compile_here(fn, inputs):
-        found = [types.SimpleNamespace(name=name, spill_bytes=n) for name, n in (("jflash_kernel", 8), ("fusion", 99))]
+        of = lambda name, n: types.SimpleNamespace(name=name, spill_bytes=n, serialized=(f"C75{n}: registers",))
+        found = [of("jflash_kernel", 8), of("fusion", 99)]
         return lambda inputs: results.append(jax.jit(fn)(inputs)), types.SimpleNamespace(kernels=found)
 
     monkeypatch.setattr(machine_code, "compile_here", compile_here)
@@ -289,7 +309,7 @@ def test_the_bench_runs_what_attention_runs(monkeypatch):
     bench = Bench.of(*tuning._Problem.of(q, k, v, {**options, **arrays})[:4], Triton(interpret=True))
     for kernel in ("forward", "dkv", "dk", "dv", "dq", "dscore"):
         built = bench.build(kernel, Launch(32, 16, 4, 1))
-        assert built.spill_bytes == 8
+        assert (built.spill_bytes, built.serialized) == (8, ("C758: registers",))
         built.run(2)
     assert len(results) == 12, "two runs of each"
     (o, _), both, dk, dv, dq, (dbias, dargs) = results[::2]
@@ -326,10 +346,13 @@ def no_gpu(monkeypatch):
 
 
 @needs_compiler
-def test_the_bench_tells_what_spills_and_what_does_not_fit(no_gpu):
+def test_the_bench_tells_what_spills_what_waits_and_what_does_not_fit(no_gpu):
     bench = Bench(arguments(dataclasses.replace(KEY, options="general")), Triton())
     assert bench.build("dscore", Launch(32, 32, 4, 1)).spill_bytes == 0
     assert bench.build("forward", Launch(128, 128, 4, 1)).spill_bytes > 0
+    plain = Bench(arguments(KEY), Triton())
+    assert "C75" in "".join(plain.build("forward", Launch(128, 128, 4, 2)).serialized)
+    assert plain.build("forward", Launch(128, 64, 4, 2)).serialized == ()
     with pytest.raises(Refused, match="Shared memory size limit exceeded"):
         bench.build("dq", Launch(64, 256, 8, 4))
 
@@ -346,6 +369,7 @@ def test_every_shipped_entry_compiles_and_spills_no_more_than_it_says(entry):
     program = machine_code.compile_for(fn, arguments(entry.key), gpu=entry.gpu.lower())
     (kernel,) = (found for found in program.kernels if found.name.startswith("jflash_"))
     assert kernel.tensor_cores
+    assert not kernel.serialized
     # Another compiler may spill a little more or less; where it gives up on a loop, it is 9000 bytes and more.
     same_compiler = entry.versions == f"jax {jax.__version__}"
     assert kernel.spill_bytes <= (entry.spill_bytes if same_compiler else max(entry.spill_bytes, 2048))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from jflash.machine_code.gpus import REGISTERS, RESERVED_SHARED, Target
 from jflash.machine_code.loops import Loop, find_loops
+from jflash.machine_code.pipeline import Estimate, decode, simulate
 
 # What multiplies matrices of floats: the machine instruction, and the PTX instruction that it is made from.
 TENSOR_CORES = {
@@ -20,6 +21,10 @@ TENSOR_CORES = {
     "HGMMA": r"\bwgmma\.mma_async\S*\.(f16|bf16|tf32)\b",
     "HMMA": r"\bmma\.sync\S*\.(f16|bf16|tf32)\b",
 }
+
+
+# What ptxas says where it waits for each wgmma on its own and lets nothing run beside it: C7510 and its neighbours.
+SERIALIZED = r"\((C\d+)\).*wgmma.* serialized due to (.*?)(?: in the function .*| for the function .*)?$"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,15 @@ class Kernel:
         return self._assembled.spill_bytes
 
     @property
+    def serialized(self) -> tuple[str, ...]:
+        """Why ptxas waits for each product of an H100's tensor cores on its own: "C7511: insufficient register resources ...".
+
+        Such a kernel has as few instructions as any other, and is slower: the tensor cores idle between two products.
+        Loop.waits counts what came of it. Empty where the code waits as rarely as the PTX does.
+        """
+        return self._assembled.serialized
+
+    @property
     def shared_bytes(self) -> int | None:
         """Shared memory of a block, static and dynamic; None where XLA does not tell the latter."""
         dynamic = self.dynamic_shared_bytes
@@ -87,6 +101,24 @@ class Kernel:
             cubin = pathlib.Path(folder, "kernel.cubin")
             cubin.write_bytes(self._assembled.cubin)
             return _run("nvidia-cuda-nvdisasm", "nvdisasm", "--print-code", cubin)
+
+    @functools.cached_property
+    def encoded(self) -> str:
+        """The machine code, disassembled, each instruction with its encoding."""
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = pathlib.Path(folder, "kernel.cubin")
+            cubin.write_bytes(self._assembled.cubin)
+            return _run("nvidia-cuda-nvdisasm", "nvdisasm", "--print-code", "-hex", cubin)
+
+    def estimate(self, loop: Loop) -> Estimate | None:
+        """An ESTIMATE of what a round of one of its loops takes; None where the blocks on a multiprocessor are not known.
+
+        Nor on B200, whose tensor-core instructions do not name the sizes of their tiles.
+        """
+        blocks = self.blocks_per_multiprocessor
+        if not blocks or not loop.cycles["tensor"]:
+            return None
+        return simulate(decode(self.encoded, loop.start, loop.end), self.target, blocks, self.threads)
 
     @functools.cached_property
     def loops(self) -> tuple[Loop, ...]:
@@ -121,6 +153,7 @@ class Kernel:
             f"spilled, {self.shared_bytes} bytes shared, {self.threads} threads, grid {self.grid}, "
             f"{self.blocks_per_multiprocessor} blocks on a multiprocessor"
         )
+        text = "\n  SERIALIZED, ".join((text, *self.serialized))
         return f"{text}\n  {self.hot}" if self.hot else text
 
     @functools.cached_property
@@ -131,7 +164,13 @@ class Kernel:
             options = ("--verbose", "--gpu-name", self.target.architecture, "--entry", self.name)
             report = _run("nvidia-cuda-nvcc", "ptxas", *options, ptx, "--output-file", cubin)
             number = lambda what: sum(map(int, re.findall(rf"(\d+) {what}", report)))
-            return Assembled(number("registers"), number("bytes spill"), number("bytes smem"), cubin.read_bytes())
+            return Assembled(
+                registers=number("registers"),
+                spill_bytes=number("bytes spill"),
+                static_shared_bytes=number("bytes smem"),
+                serialized=serialized(report),
+                cubin=cubin.read_bytes(),
+            )
 
 
 class Assembled(NamedTuple):
@@ -140,7 +179,13 @@ class Assembled(NamedTuple):
     registers: int
     spill_bytes: int
     static_shared_bytes: int
+    serialized: tuple[str, ...]
     cubin: bytes
+
+
+def serialized(report: str) -> tuple[str, ...]:
+    """Why products are waited for one by one, out of what ptxas says."""
+    return tuple(f"{code}: {why}" for code, why in re.findall(SERIALIZED, report, re.MULTILINE))
 
 
 def _run(wheel: str, tool: str, *args) -> str:

@@ -24,7 +24,8 @@ PIPES = {
     ("special", 8): "BREV F2F F2I FLO I2F MUFU POPC",
     ("memory", 4): "ATOM ATOMG ATOMS LD LDG LDGSTS LDL LDS LDSM RED SHFL ST STG STL STS STSM UTMALDG UTMASTG",
 }
-_PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
+WAIT = "WARPGROUP.DEPBAR"  # wgmma.wait_group
+PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
 
 
 class Instruction(NamedTuple):
@@ -41,6 +42,7 @@ class Loop:
     end: int
     opcodes: Mapping[str, int]  # how many instructions of each
     cycles: Mapping[str, float]  # a round, of each pipe: "issue", "tensor" and those of PIPES
+    waits: int  # how often it waits for products that run beside it (HGMMA): serialized, as often as it starts one
 
     @property
     def instructions(self) -> int:
@@ -51,7 +53,8 @@ class Loop:
 
     def __str__(self) -> str:
         cycles = ", ".join(f"{pipe} {cycles:.0f}" for pipe, cycles in sorted(self.cycles.items(), key=lambda item: -item[1]))
-        return f"loop {self.start:#x}-{self.end:#x}, {self.instructions} instructions, cycles of a round: {cycles}"
+        waits = f" ({self.waits} waits for {self.opcodes['HGMMA']} HGMMA)" if self.waits else ""
+        return f"loop {self.start:#x}-{self.end:#x}, {self.instructions} instructions{waits}, cycles of a round: {cycles}"
 
 
 def find_loops(sass: str, target: Target) -> tuple[Loop, ...]:
@@ -91,7 +94,9 @@ def _loop(code: list[Instruction], target: Target) -> Loop:
     for instruction in code:
         cycles["issue"] += 1
         cycles["tensor"] += tensor_cycles(instruction.text, target)
-        pipe, held = _PIPE_OF.get(instruction.opcode, ("other", 0))
+        pipe, held = PIPE_OF.get(instruction.opcode, ("other", 0))
         cycles[pipe] += held * (128 / target.fp32_lanes if pipe == "fma" else 1)
     opcodes = collections.Counter(instruction.opcode for instruction in code)
-    return Loop(code[0].address, code[-1].address, opcodes, {pipe: n for pipe, n in cycles.items() if n or pipe == "tensor"})
+    cycles = {pipe: n for pipe, n in cycles.items() if n or pipe == "tensor"}
+    waits = sum(instruction.text.startswith(WAIT) for instruction in code)
+    return Loop(code[0].address, code[-1].address, opcodes, cycles, waits)
