@@ -75,7 +75,7 @@ def _run(fn: Callable, out_shape, *arguments):
     leaves, tree = jax.tree.flatten(arguments)
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     kernel = compiled(fn, tree.unflatten(avals), _logs[-1].gpu)
-    results, result_tree = jax.tree.flatten(out_shape)
+    results, result_tree = jax.tree.flatten(tuple(out_shape) if isinstance(out_shape, list) else out_shape)  # as Pallas does
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
 
     def execute(*operands):
