@@ -180,6 +180,14 @@ def operands_of_wgmma(n, swizzle, transposed, kind="f16"):
     return a, b, memory, descriptors, packed(of_a, kind)
 
 
+def fragments_of(d):
+    """What each thread has of a product [64, n]."""
+    n = d.shape[1]
+    row = lambda thread, k: 16 * (thread // 32) + thread % 32 // 4 + 8 * (k // 2 % 2)
+    column = lambda thread, k: 8 * (k // 4) + 2 * (thread % 4) + k % 2
+    return [[d[row(thread, k), column(thread, k)] for k in range(n // 2)] for thread in range(128)]
+
+
 @pytest.mark.parametrize("operand_a", ["shared", "registers"])
 @pytest.mark.parametrize(
     ("n", "swizzle", "transposed"),
@@ -201,18 +209,27 @@ def test_wgmma(n, swizzle, transposed, operand_a):
     a, b, memory, descriptors, of_a = operands_of_wgmma(n, swizzle, transposed)
     body = wgmma_body(n, descriptors, operand_a, transposed)
     got, report = execute(body, (memory, of_a), np.empty((128, n // 2), np.float32), threads=128, shared_bytes=32768)
-    wanted = a @ b.T + 0.5
-    for thread in range(128):
-        warp, g, t = thread // 32, thread % 32 // 4, thread % 4
-        for k in range(n // 2):
-            row, column = 16 * warp + g + 8 * (k // 2 % 2), 8 * (k // 4) + 2 * t + k % 2
-            assert got[thread, k] == wanted[row, column]
+    np.testing.assert_array_equal(got, fragments_of(a @ b.T + 0.5))
     assert not report.problems
     assert not report.notes or operand_a == "shared"
 
 
-def test_wgmma_of_bfloat16():
+@pytest.mark.parametrize("operand_a", ["shared", "registers"])
+def test_wgmma_of_bfloat16(operand_a):
     a, b, memory, descriptors, of_a = operands_of_wgmma(16, 3, 0, "bf16")
-    body = wgmma_body(16, descriptors, "registers", 0, "bf16")
+    body = wgmma_body(16, descriptors, operand_a, 0, "bf16")
     got, _ = execute(body, (memory, of_a), np.empty((128, 8), np.float32), threads=128, shared_bytes=32768)
-    np.testing.assert_array_equal(got[0, [0, 1, 4]], (a @ b.T + 0.5)[0, [0, 1, 8]])
+    np.testing.assert_array_equal(got, fragments_of(a @ b.T + 0.5))
+
+
+def test_wgmma_of_tf32():
+    """Elements of four bytes, eight a row: an atom of 32 bytes holds a row of k. a in registers: one element each."""
+    a, b = held(64, 8), held(16, 8)
+    memory, of_a = np.zeros(32768, np.uint8), np.zeros((128, 4))
+    descriptor = placed(memory, encoded(b, "tf32").view(np.uint16), 16384, 3, False)
+    for thread in range(128):
+        warp, g, t = thread // 32, thread % 32 // 4, thread % 4
+        of_a[thread] = [a[16 * warp + g + 8 * (n % 2), t + 4 * (n // 2)] for n in range(4)]
+    body = wgmma_body(16, (0, descriptor), "registers", 0, "tf32").replace("n16k16", "n16k8").replace("1, 1, 0;", "1, 1;")
+    got, _ = execute(body, (memory, packed(of_a, "tf32")), np.empty((128, 8), np.float32), threads=128, shared_bytes=32768)
+    np.testing.assert_array_equal(got, fragments_of(a @ b.T + 0.5))

@@ -89,4 +89,4 @@ def _run(fn: Callable, out_shape, *arguments):
         log.launches.append((kernel.name, report))
         return written
 
-    return jax.tree.unflatten(result_tree, jax.pure_callback(execute, results, *leaves))
+    return jax.tree.unflatten(result_tree, jax.pure_callback(execute, results, *leaves, vmap_method="sequential"))

@@ -89,10 +89,10 @@ def _wgmma(t: Translator, i: Instruction):
     scale_a, scale_b, *transpositions = (x.value for x in immediates)
     if isinstance(left, Vector):
         of_a = "[" + ", ".join(t.read_array(x, "u4") for x in left.parts) + "]"
-        transpositions.insert(0, 0)
+        transpositions = transpositions and [0, *transpositions]
     else:
         of_a = t.read_array(left, "u8")
-    trans_a, trans_b = transpositions or (0, 0)
+    trans_a, trans_b = transpositions or (0, 0)  # tf32 has none
     slots = tuple(t.slots[x.name] for x in parts(result))
     form = t.constant((slots, n, k, a, scale_a * scale_b, bool(trans_a), bool(trans_b)))
     t.emit(f"M.wgmma.issue({form}, {of_a}, {t.read_array(right, 'u8')}, {t.read_array(adds, '?')}, R, m, {t.site})")
