@@ -118,8 +118,9 @@ def attention(
         Closes over no arrays: those travel in score_args. As with mask_fn, define it once.
       score_args: a tuple of small arrays for score_fn, floats (with gradients) or integers. Inside score_fn one without
         dimensions is a number, and the others can be indexed with one integer or integer array for each dimension
-        (`table[h, i - j]`; an index outside means the nearest inside) and nothing else. Their gradients are summed
-        in a fixed order on a GPU: look-ups by a number (`slopes[h]`) cost next to nothing, one by an array costs, for
+        (`table[h, i - j]`; an index outside means the nearest inside) and nothing else. What is read of floats is
+        float32 (float64 beside float64), whatever the array's dtype. Their gradients are summed in that, on a GPU in a
+        fixed order, and rounded once: look-ups by a number (`slopes[h]`) cost next to nothing, one by an array costs, for
         each tile, a pass over it for each index between the least and the largest that occur in it, so a table
         `[heads, buckets]` is cheaper than `[buckets, heads]`.
       sinks: float `[heads]`: a logit that takes part in the softmax of each row and has no value. Has a gradient.
