@@ -107,10 +107,12 @@ def attention(
       scale: what q·kᵀ is multiplied by; 1 / sqrt(head_dim) by default. A Python number, not a traced value.
       softcap: c > 0, a Python number: logits become c · tanh(logit / c), smoothly limited to ±c.
       bias: float of at most 32 bits (64 for float64), broadcastable to `[batch, heads, q_len, kv_len]`, added to the
-        logits; may hold -inf, which hides a pair. Its gradient has its own shape and dtype and is summed, in a fixed
-        order and in no more memory than that, where it is broadcast.
+        logits; may hold -inf, which hides a pair as a mask does while what it hides is finite: a NaN or an infinity in
+        q, k or v still reaches o and gradients (0 · NaN is NaN), and only the conditions above keep it out. Its gradient
+        has its own shape and dtype and is summed, in a fixed order and in no more memory than that, where it is broadcast.
       score_fn: score_fn(s, b, h, i, j, *score_args) -> s, any elementwise JAX function of a logit, traced into each
-        tile and differentiated there. s is float32 (float64), the integers are those of mask_fn. ALiBi::
+        tile and differentiated there. s is float32 (float64), the integers are those of mask_fn. It may return -inf as
+        a bias may hold it. ALiBi::
 
             attention(q, k, v, score_fn=lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j),
                       score_args=(jflash.alibi_slopes(heads),))

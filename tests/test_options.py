@@ -242,6 +242,25 @@ def test_what_nobody_sees_reaches_nobody(implementation, poison, how):
         assert not np.asarray(getattr(poisoned, name))[:, hidden].any()
 
 
+@EVERYWHERE
+@pytest.mark.parametrize("how", ["bias", "score_fn"])
+def test_minus_infinity_hides_what_is_finite_as_a_mask_does(implementation, how):
+    q, k, v, do = arrays()
+    hidden = np.isin(np.arange(75), [0, 3, 20, 21, 74])
+    k, v = k.at[:, hidden].multiply(1e15), v.at[:, hidden].multiply(1e15)
+    clean = outputs(q, k, v, do, implementation=implementation, mask=jnp.asarray(~hidden)[None])
+    if how == "bias":
+        got = outputs(q, k, v, do, {"bias": jnp.where(hidden, -jnp.inf, 0.0)[None]}, implementation=implementation)
+        assert not np.asarray(got.dscore["bias"])[:, hidden].any()
+    else:
+        table = jnp.asarray(hidden, jnp.int32)
+        read = lambda s, b, h, i, j, table: jnp.where(table[j] > 0, -jnp.inf, s)
+        got = outputs(q, k, v, do, implementation=implementation, score_fn=read, score_args=(table,))
+    assert_same(got._replace(dscore={}), clean, atol=2e-6, rtol=2e-6)  # which has the scale in the exponent
+    for name in ("dk", "dv"):
+        assert not np.asarray(getattr(got, name))[:, hidden].any()
+
+
 @pytest.mark.parametrize("implementation", TILED)
 def test_a_query_that_sees_nothing_may_hold_anything(implementation):
     q, k, v, do = arrays()
