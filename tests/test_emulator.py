@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from emulator.by_hand import elementwise
+from emulator.by_hand import elementwise, execute
 
 THREADS = 256
 LOW = 2**32 - 1
@@ -371,3 +371,9 @@ def test_threads_that_go_round_a_loop_differently_often_meet_again():
     x = np.arange(32, dtype=np.uint32)
     wanted = [sum(range(n + 1)) - (32 - n) & LOW for n in range(32)]
     np.testing.assert_array_equal(elementwise(loop, x), wanted)
+
+
+def test_instructions_are_counted_by_the_warps_that_execute_them():
+    body = "setp.lt.u32 %p1, %r99, 40; @!%p1 bra over; ex2.approx.f32 %r0, %r99; over: add.s64 %d31, %d0, %d39; "
+    _, report = execute(body + "st.global.b32 [%d31], %r99;", [], np.empty(96, np.uint32), threads=96)
+    assert (report.executed["setp"], report.executed["ex2"], report.executed["st"]) == (3, 2, 3)

@@ -21,7 +21,7 @@ from emulator import control_flow, types
 from emulator.control_flow import BasicBlock
 from emulator.errors import Unknown
 from emulator.fragments import unpack_product
-from emulator.parser import Float, Instruction, Integer, Kernel, Not, Operand, Register, Special, Symbol, Vector
+from emulator.parser import Float, Instruction, Integer, Kernel, Not, Nothing, Operand, Register, Special, Symbol, Vector
 
 WIDE = "wide"  # the view of a float32 as a float64, in which products are exact
 HANDLERS: dict[str, Callable[[Translator, Instruction], None]] = {}
@@ -197,9 +197,9 @@ class Translator:
 
     def write(self, target: Operand, view: str, expression: str) -> None:
         """Assigns to a register, where the guard of the instruction holds."""
+        if isinstance(target, Nothing):
+            return
         if not isinstance(target, Register):
-            if type(target).__name__ == "Nothing":
-                return
             raise Unknown(f"{target} as a result")
         if self.guard:
             expression = f"where({self.guard}, {expression}, {self.read(target, view)})"

@@ -19,7 +19,7 @@ def bar(t: Translator, i: Instruction):
 def fence(t: Translator, i: Instruction):
     """fence.proxy.async shows wgmma what was written to shared memory. Others order what is in order here anyway."""
     if i.modifiers[0] == "proxy":
-        if "async" not in {x.partition("::")[0] for x in i.modifiers[1:]} | set(i.modifiers[1].split(".")):
+        if "async" not in i.modifiers:
             raise Unknown("a proxy")
         t.emit(f"M.shared.fence({t.mask()})")
 
