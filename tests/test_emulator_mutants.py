@@ -49,18 +49,22 @@ MUTATIONS = {"a100": FENCES_AND_WAITS | BOUNDS | ONLY_A100, "h100": FENCES_AND_W
 
 @functools.cache
 def program(gpu):
-    """(forward and backward of CASE, what to call it with, the PTX of each kernel)"""
+    """(forward and backward of CASE, what to call it with, the PTX of each kernel, and what is noted of it)"""
     seen = {}
     with emulated(gpu, lambda name, ptx: seen.setdefault(name, ptx)) as log:
         compiled, arguments, _ = accuracy.program(CASE, references(CASE)[0], implementation="triton")
         judged(CASE, jax.tree.map(np.asarray, compiled(*arguments)))
     assert not log.problems
-    return compiled, arguments, seen
+    return compiled, arguments, seen, notes_of(log)
+
+
+def notes_of(log):
+    return {note for _, report in log.launches for note in report.notes}
 
 
 def noticed(gpu, kernel, ptx):
     """What the emulator finds in CASE when a kernel has this PTX instead, or None."""
-    compiled, arguments, _ = program(gpu)
+    compiled, arguments, _, notes = program(gpu)
     with emulated(gpu, lambda name, original: ptx if name == kernel else original) as log:
         try:
             judged(CASE, jax.tree.map(np.asarray, compiled(*arguments)))
@@ -70,8 +74,7 @@ def noticed(gpu, kernel, ptx):
             if Fault.__name__ not in str(error):
                 raise
             return f"fault: {error}"
-    notes = [note for _, report in log.launches for note in report.notes]
-    return next(iter((*log.problems, *notes)), None)
+    return next(iter((*log.problems, *(notes_of(log) - notes))), None)
 
 
 def mutants(gpu, kernel, mutation):
