@@ -108,12 +108,14 @@ def attention(
       scale: what q·kᵀ is multiplied by; 1 / sqrt(head_dim) by default. A Python number, not a traced value.
       softcap: c > 0, a Python number: logits become c · tanh(logit / c), smoothly limited to ±c.
       bias: float of at most 32 bits (64 for float64), broadcastable to `[batch, heads, q_len, kv_len]`, added to the
-        logits; may hold -inf, which hides a pair, as finfo.min + finfo.min does. finfo.min is a number like any other: a
-        query for which all keys have it sees their mean, as in dense softmax. +inf makes its query's results NaN, as there.
-        Its gradient has its own shape and dtype and is summed, in a fixed order and in no more memory than that, where
-        it is broadcast.
+        logits; may hold -inf, which hides a pair as a mask does while what it hides is finite: a NaN or an infinity in
+        q, k or v still reaches o and gradients (0 · NaN is NaN), and only the conditions above keep it out. finfo.min is a
+        number like any other: a query for which all keys have it sees their mean, as in dense softmax; the sum of two of
+        them is -inf. +inf makes its query's results NaN, as there. The gradient of the bias has its own shape and dtype and is
+        summed, in a fixed order and in no more memory than that, where it is broadcast.
       score_fn: score_fn(s, b, h, i, j, *score_args) -> s, any elementwise JAX function of a logit, traced into each
-        tile and differentiated there. s is float32 (float64), the integers are those of mask_fn. ALiBi::
+        tile and differentiated there. s is float32 (float64), the integers are those of mask_fn. It may return -inf as
+        a bias may hold it. ALiBi::
 
             attention(q, k, v, score_fn=lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j),
                       score_args=(jflash.alibi_slopes(heads),))
@@ -121,8 +123,9 @@ def attention(
         Closes over no arrays: those travel in score_args. As with mask_fn, define it once.
       score_args: a tuple of small arrays for score_fn, floats (with gradients) or integers. Inside score_fn one without
         dimensions is a number, and the others can be indexed with one integer or integer array for each dimension
-        (`table[h, i - j]`; an index outside means the nearest inside) and nothing else. Their gradients are summed
-        in a fixed order on a GPU: look-ups by a number (`slopes[h]`) cost next to nothing, one by an array costs, for
+        (`table[h, i - j]`; an index outside means the nearest inside) and nothing else. What is read of floats is
+        float32 (float64 beside float64), whatever the array's dtype. Their gradients are summed in that, on a GPU in a
+        fixed order, and rounded once: look-ups by a number (`slopes[h]`) cost next to nothing, one by an array costs, for
         each tile, a pass over it for each index between the least and the largest that occur in it, so a table
         `[heads, buckets]` is cheaper than `[buckets, heads]`.
       sinks: float `[heads]`: a logit that takes part in the softmax of each row and has no value. Has a gradient.

@@ -259,7 +259,10 @@ class Score:
         return s
 
     def lookups(self, qk: Array, at: Pairs) -> list[tuple[int, Array | int, Array]]:
-        """What score_fn reads of its floating-point arrays, in order: (which, index into it, flattened, and the value)."""
+        """What score_fn reads of its floating-point arrays, in order: (which, index into it, flattened, and the value).
+
+        Values have the dtype of qk, whatever the array's, and so have their cotangents: those are summed in it.
+        """
         if not any(self.differentiable_args):
             return []
         found = []
@@ -267,6 +270,7 @@ class Score:
         def read(arg, index):
             value = self.args[arg][index]
             if self.differentiable_args[arg]:
+                value = value.astype(qk.dtype)
                 found.append((arg, index, value))
             return value
 
@@ -317,5 +321,10 @@ def _tables(shapes: Sequence[tuple[int, ...]], reads: Sequence[Callable]) -> lis
 
 
 def on_arrays(score_fn: ScoreFn, shapes: Sequence[tuple[int, ...]]) -> ScoreFn:
-    """score_fn as a function of its arrays, flattened."""
-    return lambda s, b, h, i, j, *args: score_fn(s, b, h, i, j, *_tables(shapes, [x.__getitem__ for x in args]))
+    """score_fn as a function of its arrays, flattened. What it reads of floating-point ones has the dtype of the logits."""
+
+    def fn(s, b, h, i, j, *args):
+        args = [x.astype(s.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+        return score_fn(s, b, h, i, j, *_tables(shapes, [x.__getitem__ for x in args]))
+
+    return fn

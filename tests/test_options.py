@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, TILED, check, normal
+from checks import SMALL_TILES, TILED, check, compiling_quickly, judged, normal, references
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -242,6 +242,25 @@ def test_what_nobody_sees_reaches_nobody(implementation, poison, how):
         assert not np.asarray(getattr(poisoned, name))[:, hidden].any()
 
 
+@EVERYWHERE
+@pytest.mark.parametrize("how", ["bias", "score_fn"])
+def test_minus_infinity_hides_what_is_finite_as_a_mask_does(implementation, how):
+    q, k, v, do = arrays()
+    hidden = np.isin(np.arange(75), [0, 3, 20, 21, 74])
+    k, v = k.at[:, hidden].multiply(1e15), v.at[:, hidden].multiply(1e15)
+    clean = outputs(q, k, v, do, implementation=implementation, mask=jnp.asarray(~hidden)[None])
+    if how == "bias":
+        got = outputs(q, k, v, do, {"bias": jnp.where(hidden, -jnp.inf, 0.0)[None]}, implementation=implementation)
+        assert not np.asarray(got.dscore["bias"])[:, hidden].any()
+    else:
+        table = jnp.asarray(hidden, jnp.int32)
+        read = lambda s, b, h, i, j, table: jnp.where(table[j] > 0, -jnp.inf, s)
+        got = outputs(q, k, v, do, implementation=implementation, score_fn=read, score_args=(table,))
+    assert_same(got._replace(dscore={}), clean, atol=2e-6, rtol=2e-6)  # which has the scale in the exponent
+    for name in ("dk", "dv"):
+        assert not np.asarray(getattr(got, name))[:, hidden].any()
+
+
 @pytest.mark.parametrize("implementation", TILED)
 def test_a_query_that_sees_nothing_may_hold_anything(implementation):
     q, k, v, do = arrays()
@@ -284,6 +303,48 @@ def test_functions_see_positions(implementation):
         score_fn=lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j), mask_fn=lambda b, h, i, j: (i - j) % 3 != 1,
     )  # fmt: skip
     np.testing.assert_allclose(fn(q[:, 50:], k, v, q_offset=50), fn(q, k, v)[:, 50:], atol=2e-6)
+
+
+# A CPU computes chains of bfloat16 in float32 unless it is told to round where the program says so, as kernels on a GPU do.
+AS_IT_SAYS = {"xla_allow_excess_precision": False}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("score_fn", ["alibi", "decay"])
+def test_score_fn_computes_with_bfloat16_arrays_in_float32(implementation, score_fn):
+    case = Case(75, 75, head_dim=16, heads=2, kv_heads=1, causal=True, score_fn=score_fn, dtype="bfloat16")
+    *arguments, dlse = references(case)[0]
+    arguments = *(jnp.asarray(x, case.dtype) for x in arguments), jnp.asarray(dlse, jnp.float32)
+    parameters = jax.tree.map(lambda x: jnp.asarray(x, case.dtype), case.parameters())
+    fn = functools.partial(attention, implementation=implementation, return_lse=True, block_sizes=SMALL_TILES, **case.options())
+    with compiling_quickly():
+        program = jax.jit(functools.partial(accuracy.outputs, fn)).lower(*arguments, **parameters)
+        compiled = program.compile(compiler_options=AS_IT_SAYS)
+    got = judged(case, compiled(*arguments, **parameters))
+    assert all(x.dtype == case.dtype for x in jax.tree.leaves(got.dscore))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("dtype", "of_args", "told"),
+    [("bfloat16", "bfloat16", "float32"), ("float16", "float32", "float32"), ("float64", "float16", "float64")],
+)
+def test_what_score_fn_is_told_is_as_wide_as_the_logits(implementation, dtype, of_args, told):
+    seen = set()
+
+    def score_fn(s, b, h, i, j, table, weight):
+        seen.update(x.dtype.name for x in (s, table[h], table[i - j], weight, table[0] * weight))
+        seen.update(x.dtype.name for x in (b, h, i, j))
+        return s + weight * table[i - j]
+
+    with jax.enable_x64(dtype == "float64"):
+        q, k, v = (jnp.ones((1, 5, 2, 4), dtype) for _ in range(3))
+        args = jnp.ones((2,), of_args), jnp.ones((), of_args)
+        loss = lambda args: jnp.sum(attention(q, k, v, score_fn=score_fn, score_args=args, implementation=implementation))
+        if (implementation, dtype) != ("interpret", "float64"):  # which the kernels do not take
+            grads = jax.jit(jax.grad(loss)).lower(args).out_info
+            assert {x.dtype.name for x in grads} == {of_args}
+            assert seen == {told, "int32"}
 
 
 @EVERYWHERE

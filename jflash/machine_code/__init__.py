@@ -14,6 +14,7 @@ from jflash.machine_code.compiler import WHEELS as WHEELS
 from jflash.machine_code.compiler import Program as Program
 from jflash.machine_code.compiler import compile_for as compile_for
 from jflash.machine_code.compiler import compile_here as compile_here
+from jflash.machine_code.compiler import compile_lowered as compile_lowered
 from jflash.machine_code.compiler import devices as devices
 from jflash.machine_code.compiler import lower_for as lower_for
 from jflash.machine_code.compiler import missing_wheels as missing_wheels

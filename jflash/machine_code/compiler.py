@@ -50,7 +50,12 @@ class Program:
 
 def compile_for(fn: Callable, *avals, gpu: str, mesh: Mesh | None = None) -> Program:
     """Compiles jax.jit(fn) for a GPU. The arguments are those of lower_for()."""
-    return _compile(lower_for(fn, *avals, gpu=gpu, mesh=mesh), GPUS[gpu])[1]
+    return compile_lowered(lower_for(fn, *avals, gpu=gpu, mesh=mesh), gpu)
+
+
+def compile_lowered(lowered: jax.stages.Lowered, gpu: str, **options: Any) -> Program:
+    """Compiles what lower_for() gave, for the same GPU; `options` are XLA's."""
+    return _compile(lowered, GPUS[gpu], **options)[1]
 
 
 def compile_here(fn: Callable, *arguments) -> tuple[jax.stages.Compiled, Program]:
@@ -61,12 +66,12 @@ def compile_here(fn: Callable, *arguments) -> tuple[jax.stages.Compiled, Program
         return _compile(jax.jit(fn).lower(*arguments), target)
 
 
-def _compile(lowered: jax.stages.Lowered, target: Target) -> tuple[jax.stages.Compiled, Program]:
+def _compile(lowered: jax.stages.Lowered, target: Target, **options: Any) -> tuple[jax.stages.Compiled, Program]:
     """Compiles a lowered program, and reads what XLA says of it meanwhile."""
     with tempfile.TemporaryDirectory() as folder, _no_persistent_cache():
         # Options of this one compilation, unlike XLA_FLAGS: nothing to set before JAX starts, and nothing that processes
         # running side by side would share.
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx", **options})
         read = lambda pattern: [path.read_text() for path in sorted(pathlib.Path(folder).glob(pattern))]
         modules, launches = read("*.ptx"), _launches("".join(read("*.thunk_sequence.txt")))
     module_of = {name: module for module in modules for name in re.findall(r"\.entry (\w+)", module)}

@@ -41,7 +41,7 @@ def naive_attention(q: Q, k: K, v: V, score: Score, *, precision: lax.PrecisionL
     if score.softcap is not None:
         s = score.softcap * jnp.tanh(s / score.softcap)
     if score.bias is not None:
-        s = s + jnp.where(visible, score.bias, 0)
+        s = s + jnp.where(visible, score.bias.astype(dtype), 0)  # widened first, so that gradients are summed in `dtype`
     if score.score_fn is not None:
         s = on_arrays(score.score_fn, score.arg_shapes)(s, b, h, i + offset, j, *score.args)
     # Rounded once: fused with the difference below, a product is not what it is in the maximum.
