@@ -2,7 +2,7 @@
 
 In this order, each with a share of the time, the most important first:
 
-1. checks: the kernels against float64, every case of jflash/cases.py by the rule of jflash/accuracy.py     checks.csv
+1. checks: the kernels against float64, every case of proof/cases.py by the rule of proof/accuracy.py           checks.csv
 2. tuning: jflash.tune() at the main shapes; kept in the user's cache too, and checked             tuned.json, tuned.csv
 3. benchmarks: attention beside its peers, see benchmarks.attention                      headline.csv, tokens_16k.csv
 4. pictures of those, and the summary with what jflash reached of its goals                    *.png, summary.md
@@ -33,8 +33,10 @@ from benchmarks.attention import Shape
 from benchmarks.goals import HIDDEN, TOKENS
 from benchmarks.measure import RESULTS, csv_lines, device_name
 from benchmarks.summary import Found
-from jflash import accuracy, gpu, launch_table
-from jflash.cases import CASES, SELF_TEST, Case
+from jflash.launch import gpu
+from jflash.launch import table as launch_table
+from jflash.proof import accuracy
+from jflash.proof.cases import CASES, SELF_TEST, Case
 
 PEERS = "jflash", "cuDNN", "native triton", "tokamax", "tokamax triton", "torch"
 LENGTHS, HEAD_DIMS = (4096, 8192, 16384), (64, 128, 256)

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from benchmarks.measure import RESULTS, median_seconds, report
-from jflash import gpu
+from jflash.launch import gpu
 
 SMALLEST = 16  # side of a tensor-core product
 CHAINED = 10  # products in a timed program, so that its start does not count

@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jflash import arguments, gpu, numerics
-from jflash.blocks import Launch
+from jflash import numerics
+from jflash.launch import gpu
+from jflash.launch.blocks import Launch
+from jflash.score import arguments
 
 
 def unavailable() -> str | None:

@@ -14,7 +14,7 @@ import jax
 
 import jflash
 from benchmarks import goals
-from jflash.launch_table import Entry
+from jflash.launch.table import Entry
 
 PACKAGES = "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "triton", "jax-triton", "tokamax", "torch"
 

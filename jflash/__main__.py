@@ -9,9 +9,10 @@ import time
 import jax
 
 import jflash
-from jflash import accuracy, gpu
 from jflash.attention import IMPLEMENTATIONS
-from jflash.cases import SELF_TEST, Case
+from jflash.launch import gpu
+from jflash.proof import accuracy
+from jflash.proof.cases import SELF_TEST, Case
 
 REPEATS = 3
 

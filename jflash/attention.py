@@ -11,14 +11,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jflash import arguments, gpu, kernels
-from jflash.arguments import MaskFn, Options, ScoreFn
-from jflash.blocks import BlockSizes
+from jflash import kernels
 from jflash.kernels import Triton
-from jflash.partition import Everywhere
+from jflash.launch import gpu
+from jflash.launch.blocks import BlockSizes, Options
+from jflash.launch.blocks import given as blocks_of
+from jflash.parallel.partition import Everywhere
 from jflash.reference import Online, naive_attention
 from jflash.reference.online import unseen
-from jflash.score import Score
+from jflash.score import arguments
+from jflash.score.arguments import MaskFn, ScoreFn
+from jflash.score.score import Score
 from jflash.vjp import Engine, attend
 
 IMPLEMENTATIONS = ("triton", "xla", "naive", "interpret")
@@ -155,7 +158,7 @@ def attention(
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     arguments.arrays(q, k, v)
-    blocks = arguments.block_sizes(block_sizes)
+    blocks = blocks_of(block_sizes)
     batched = q.ndim == 4
     if not batched:
         q, k, v = q[None], k[None], v[None]
@@ -168,7 +171,7 @@ def attention(
 
     if q.size == 0 or k.size == 0 or v.size == 0:  # no query or no key: nothing to launch a kernel for
         o, norm = unseen(q, v, score, q.dtype)
-        lse = norm.lse(score)
+        lse = norm.lse(score.unit)
     elif engine is None:
         o, lse = naive_attention(q, k, v, score, precision=precision)
     else:

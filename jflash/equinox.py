@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jflash import arguments
 from jflash.attention import attention
 from jflash.numerics import accumulator
+from jflash.score import arguments
 
 Heads = tuple[Array, Array, Array]
 

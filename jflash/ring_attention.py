@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jflash import arguments, varying
+from jflash import varying
 from jflash.attention import engine_of
-from jflash.blocks import BlockSizes
+from jflash.launch.blocks import BlockSizes
+from jflash.launch.blocks import given as blocks_of
+from jflash.parallel.ring import Ring, attend
 from jflash.reference.online import unseen
-from jflash.ring import Ring, attend
-from jflash.score import Score
+from jflash.score import arguments
+from jflash.score.score import Score
 
 ORDERS = {"contiguous": 1, "zigzag": 2}  # how many chunks of the sequence each device holds
 
@@ -87,7 +89,7 @@ def ring_attention(
     size = _size_of_ring(axis_name)
     arguments.arrays(q, k, v)
     _check_split(axis_name, q=q, k=k, v=v)
-    blocks = arguments.block_sizes(block_sizes)
+    blocks = blocks_of(block_sizes)
     batched = q.ndim == 4
     if not batched:
         q, k, v = q[None], k[None], v[None]
@@ -101,7 +103,7 @@ def ring_attention(
 
     if q.size == 0 or k.size == 0:
         o, norm = unseen(q, v, score, q.dtype)
-        lse = norm.lse(score)
+        lse = norm.lse(score.unit)
     else:
         ring = Ring(axis_name, size, ORDERS[order], engine.for_parts())
         axes = varying.axes(q, k, v, score, lax.axis_index(axis_name))

@@ -16,7 +16,7 @@ from jax import Array
 
 from jflash import numerics
 from jflash.numerics import Arithmetic
-from jflash.score import Operands, Pairs, Score
+from jflash.score.score import Operands, Pairs, Score
 from jflash.shapes import OfCols, OfRows, PerHead, PerQuery, PerRow, Tile, Visible
 
 
@@ -73,9 +73,9 @@ class Norm(NamedTuple):
     m: Any  # the largest logit, in units of score.unit; an array with one number a row, or whatever stands for one
     log_l: Any  # natural log of the sum of exp(logit - m)
 
-    def lse(self, score: Score) -> Array:
+    def lse(self, unit: float) -> Array:
         """The natural log-sum-exp; -inf of a row that has seen nothing."""
-        return jnp.where(self.log_l == jnp.inf, -jnp.inf, self.m * score.unit + self.log_l)
+        return jnp.where(self.log_l == jnp.inf, -jnp.inf, self.m * unit + self.log_l)
 
 
 class Rows(NamedTuple):

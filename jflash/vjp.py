@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
 from jflash import derivatives, varying
-from jflash.score import WITH_GRADIENTS, Score
+from jflash.score.score import WITH_GRADIENTS, Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
 
@@ -55,14 +55,14 @@ def attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
     o, norm = derivatives.once(engine.forward)(q, k, v, score)
-    return o, norm.lse(score)
+    return o, norm.lse(score.unit)
 
 
 def _forward(engine: Engine, *primals: Any):
     q, k, v, score = custom_vjp_primal_tree_values(primals)
     o, norm = derivatives.once(engine.forward)(q, k, v, score)
     o, norm = named_for_checkpoint(o, norm)
-    return (o, norm.lse(score)), (q, k, v, score, o, norm, _asked(*primals))
+    return (o, norm.lse(score.unit)), (q, k, v, score, o, norm, _asked(*primals))
 
 
 def _backward(engine: Engine, residuals, cotangents):

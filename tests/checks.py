@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash import BlockSizes, accuracy, machine_code
+from jflash import BlockSizes, machine_code
+from jflash.proof import accuracy
 
 MISSING = machine_code.missing_wheels()
 needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")

@@ -11,7 +11,7 @@ import jaxtyping
 import pytest
 
 # Shapes that these modules state are checked at each call. Those that check arguments themselves are not among them.
-SHAPES_ARE_CHECKED_IN = "jflash.tile", "jflash.reference", "jflash.kernels", "jflash.ring", "jflash.partition"
+SHAPES_ARE_CHECKED_IN = "jflash.tile", "jflash.reference", "jflash.kernels", "jflash.parallel.ring", "jflash.parallel.partition"
 with jaxtyping.install_import_hook(SHAPES_ARE_CHECKED_IN, "typechecker.check"):
     from checks import compiling_quickly
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jflash import accuracy
+from jflash.proof import accuracy
 
 STEPS = 8
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -54,7 +54,7 @@ def trainer(apply):
 
 
 def assert_alike(got: Run, library: Run, x64: Run) -> None:
-    """The rule of jflash.accuracy, for whole models: max|x - x64| <= 2 max|library - x64| + floor.
+    """The rule of jflash.proof.accuracy, for whole models: max|x - x64| <= 2 max|library - x64| + floor.
 
     The floor is eight roundings of the largest value: of the outputs, of all gradients (what cancels in one parameter's has
     the size of the others'), of the losses.

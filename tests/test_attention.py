@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from jflash import BlockSizes, accuracy, attention
-from jflash.cases import CASES, Case
+from jflash import BlockSizes, attention
+from jflash.proof import accuracy
+from jflash.proof.cases import CASES, Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

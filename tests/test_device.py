@@ -15,9 +15,10 @@ import pytest
 from checks import compiling_quickly, judged, references
 from devices import EMULATED, each_device, on
 
-from jflash import BlockSizes, accuracy
-from jflash.cases import CASES, Case
+from jflash import BlockSizes
 from jflash.kernels.memory import chunks
+from jflash.proof import accuracy
+from jflash.proof.cases import CASES, Case
 
 HALVES = ("float16", "bfloat16")
 OPTIONS = [field.name for field in dataclasses.fields(Case) if field.name not in

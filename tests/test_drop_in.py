@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from checks import normal
 
-from jflash import accuracy, dot_product_attention
-from jflash.cases import Case
+from jflash import dot_product_attention
+from jflash.proof import accuracy
+from jflash.proof.cases import Case
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 NAMES = {"causal": "is_causal", "window": "local_window_size", "q_lengths": "query_seq_lengths"}

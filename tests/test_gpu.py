@@ -21,8 +21,9 @@ from devices import gpus, on
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jflash import accuracy, attention
-from jflash.cases import CASES
+from jflash import attention
+from jflash.proof import accuracy
+from jflash.proof.cases import CASES
 
 pytestmark = pytest.mark.xdist_group("device")
 ROOT = pathlib.Path(__file__).parents[1]

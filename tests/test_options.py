@@ -12,9 +12,11 @@ from checks import SMALL_TILES, TILED, check, compiling_quickly, judged, normal,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jflash import BlockSizes, Score, accuracy, alibi_slopes, attention, dropout_mask, ranges
-from jflash.cases import Case
-from jflash.ranges import Span
+from jflash import BlockSizes, Score, alibi_slopes, attention, dropout_mask
+from jflash.proof import accuracy
+from jflash.proof.cases import Case
+from jflash.score import ranges
+from jflash.score.ranges import Span
 
 # ------------------------------------------------------------------------------------------- combinations
 

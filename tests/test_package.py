@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from jflash import __main__ as self_check
-from jflash import accuracy, attention, gpu
-from jflash.cases import Case
+from jflash import attention
+from jflash.launch import gpu
+from jflash.proof import accuracy
+from jflash.proof.cases import Case
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -45,7 +47,7 @@ class Refuse:
         ):
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
-import jflash, jflash.reference, jflash.accuracy, jflash.machine_code
+import jflash, jflash.reference, jflash.proof.accuracy, jflash.machine_code
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -14,7 +14,7 @@ from checks import normal
 from jflash import tile
 from jflash.kernels import Triton
 from jflash.reference import naive_attention, online_attention
-from jflash.score import Score
+from jflash.score.score import Score
 
 
 def test_a_tile_of_other_shapes_is_refused():
@@ -39,7 +39,7 @@ def test_nothing_looks_at_them_without_being_asked():
     code = """
 import jflash, jax.numpy as jnp
 from jflash.reference import naive_attention
-from jflash.score import Score
+from jflash.score.score import Score
 x = jnp.ones((1, 3, 2, 4))
 o, _ = naive_attention(x, x, x[..., 0], Score.of(x, x))
 """

@@ -14,8 +14,9 @@ from checks import SMALL_TILES, TILED, needs_compiler, normal
 from jax import export
 from jax.sharding import Mesh
 
-from jflash import accuracy, attention, machine_code
-from jflash.cases import SCORE_FNS
+from jflash import attention, machine_code
+from jflash.proof import accuracy
+from jflash.proof.cases import SCORE_FNS
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 

@@ -7,8 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jflash import blocks, launch_table, ranges, tile
-from jflash.blocks import DEFAULTS, BlockSizes
+from jflash import tile
 from jflash.kernels.delta import rows_of
 from jflash.kernels.dkv import PARTS, dkv
 from jflash.kernels.dq import dq
@@ -16,9 +15,13 @@ from jflash.kernels.dscore import dargs, dbias
 from jflash.kernels.forward import forward
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
-from jflash.launch_table import Entry, Key
+from jflash.launch import blocks
+from jflash.launch import table as launch_table
+from jflash.launch.blocks import DEFAULTS, BlockSizes
+from jflash.launch.table import Entry, Key
 from jflash.numerics import result_dtype
-from jflash.score import Score
+from jflash.score import ranges
+from jflash.score.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
 

@@ -12,8 +12,8 @@ from jflash import tile
 from jflash.kernels import memory
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Vector
-from jflash.ranges import Span
-from jflash.score import Score
+from jflash.score.ranges import Span
+from jflash.score.score import Score
 from jflash.shapes import O, PerQuery
 from jflash.tile import Norm, Rows
 

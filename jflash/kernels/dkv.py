@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jflash import numerics, ranges, tile
+from jflash import numerics, tile
 from jflash.kernels import memory
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place
-from jflash.ranges import Span
+from jflash.score import ranges
+from jflash.score.ranges import Span
 
 PARTS = {"dkv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",)}  # what the kernels of these names compute
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jflash import numerics, ranges, tile
+from jflash import numerics, tile
 from jflash.kernels import memory
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place
-from jflash.ranges import Span
+from jflash.score import ranges
+from jflash.score.ranges import Span
 from jflash.shapes import Q
 
 

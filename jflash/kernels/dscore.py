@@ -15,14 +15,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jflash import ranges, tile
+from jflash import tile
 from jflash.kernels import memory
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place
 from jflash.numerics import larger, smaller
-from jflash.ranges import Index, Span
-from jflash.score import Operands, Pairs, Score
+from jflash.score import ranges
+from jflash.score.ranges import Index, Span
+from jflash.score.score import Operands, Pairs, Score
 
 
 def dbias(inputs: Inputs, launcher: Launcher) -> Array:

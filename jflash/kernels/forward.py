@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jflash import ranges, tile
+from jflash import tile
 from jflash.kernels import memory
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place, Vector
-from jflash.ranges import Span
-from jflash.score import Score
+from jflash.score import ranges
+from jflash.score.ranges import Span
+from jflash.score.score import Score
 from jflash.shapes import K, O, Q, V
 from jflash.tile import Norm
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from jflash.kernels import memory
 from jflash.kernels.memory import Vector
-from jflash.ranges import Index, Span
+from jflash.score.ranges import Index, Span
 from jflash.tile import Rows
 
 

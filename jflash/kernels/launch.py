@@ -11,10 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jflash import varying
-from jflash.blocks import Launch
 from jflash.kernels.ptx import FusedArithmetic, PtxArithmetic, unknown
+from jflash.launch.blocks import Launch
 from jflash.numerics import Arithmetic, known, result_dtype
-from jflash.ranges import Span
+from jflash.score.ranges import Span
 
 
 @dataclasses.dataclass(frozen=True)

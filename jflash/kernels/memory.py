@@ -17,9 +17,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jflash import ranges
-from jflash.ranges import Index, Span
-from jflash.score import ONE_FOR_EACH, PAIRWISE, Pairs, Score
+from jflash.score import ranges
+from jflash.score.ranges import Index, Span
+from jflash.score.score import ONE_FOR_EACH, PAIRWISE, Pairs, Score
 
 SMALLEST_CHUNK = 16  # the least depth of a tensor-core product in 16-bit floats
 

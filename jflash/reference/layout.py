@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jflash import numerics, tile
-from jflash.ranges import Span
-from jflash.score import ONE_FOR_EACH, PAIRWISE, Pairs, Score
+from jflash.score.ranges import Span
+from jflash.score.score import ONE_FOR_EACH, PAIRWISE, Pairs, Score
 from jflash.shapes import Q, V
 
 TILE_ELEMENTS = 2**20  # of one tile of logits over all batch elements and heads: 4 MiB of float32, a second-level cache

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jflash import dropout
-from jflash.score import Score, on_arrays
+from jflash.score import dropout
+from jflash.score.score import Score, on_arrays
 from jflash.shapes import K, O, PerQuery, Q, V
 
 

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jflash import numerics, ranges, tile
-from jflash.blocks import DEFAULTS, BlockSizes
+from jflash import numerics, tile
+from jflash.launch.blocks import DEFAULTS, BlockSizes
 from jflash.numerics import Arithmetic
 from jflash.reference.layout import Layout
-from jflash.score import Score
+from jflash.score import ranges
+from jflash.score.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
 from jflash.vjp import attend

@@ -1,0 +1,1 @@
+"""Attention as one primitive for all platforms, on many devices, and rings of them."""

@@ -1,0 +1,1 @@
+"""How launches are measured."""
