@@ -67,8 +67,8 @@ def merged(one: tuple[O, Norm], other: tuple[O, Norm], unit: float) -> tuple[O, 
     log_l = [jnp.where(nothing, 0, norm.log_l) for nothing, (_, norm) in zip(empty, (one, other), strict=True)]
     weights = [jnp.exp((x - largest) * unit + y) for x, y in zip(m, log_l, strict=True)]  # exp(-inf) where it is empty
     total = weights[0] + weights[1]
-    shares = (divide_or_zero(weight, total).swapaxes(1, 2)[..., None] for weight in weights)
-    o = sum(share * o for share, (o, _) in zip(shares, (one, other), strict=True))
+    shares = [divide_or_zero(weight, total).swapaxes(1, 2)[..., None] for weight in weights]
+    o = shares[0] * one[0] + shares[1] * other[0]
     nothing = total == 0
     return o, Norm(largest, jnp.where(nothing, jnp.inf, jnp.log(jnp.where(nothing, 1, total))))
 

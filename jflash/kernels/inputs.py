@@ -30,8 +30,8 @@ class Inputs(NamedTuple):
         """Block specs with which each program sees all of everything."""
         whole = lambda shape: pl.BlockSpec(shape, lambda *grid: (0,) * len(shape))
         matrix = lambda x: whole((*x.shape[:3], sum(memory.chunks(x.shape[3], x.dtype))))
-        rest = jax.tree.map(lambda x: whole(x.shape), (self.rows, self.score))
-        return Inputs(*map(matrix, self[:4]), *rest)
+        rows, score = jax.tree.map(lambda x: whole(x.shape), (self.rows, self.score))
+        return Inputs(*map(matrix, self[:4]), rows=rows, score=score)
 
     def load_rows(
         self, rows: Span, keep: Array | None, axis: int, batch: Index | None = None, head: Index | None = None

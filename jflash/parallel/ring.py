@@ -117,9 +117,10 @@ def _travel(ring: Ring, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
 
     def see(step, keys, states):
         for a, b, part in ring.visits(score, keys, step):
-            update = lambda state, a=a, b=b, part=part: merged(
-                state, _forward(ring.engine, queries[a], *keys[b][:2], part), part
-            )
+
+            def update(state, a=a, b=b, part=part):
+                return merged(state, _forward(ring.engine, queries[a], *keys[b][:2], part), score.unit)
+
             states = _with(states, a, _where_seen(part, update, states[a]))
         return states
 
