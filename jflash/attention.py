@@ -50,6 +50,7 @@ def attention(
     kv_lengths: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     mask_fn: MaskFn | None = None,
+    mask_args: Sequence[ArrayLike] = (),
     scale: float | None = None,
     softcap: float | None = None,
     bias: ArrayLike | None = None,
@@ -104,10 +105,15 @@ def attention(
       q_lengths: an integer or `[batch]`: how many queries are there; the others see nothing.
       kv_lengths: an integer or `[batch]`: how many keys are there.
       mask: bool, broadcastable to `[batch, heads, q_len, kv_len]`: True where a query sees a key.
-      mask_fn: mask_fn(b, h, i, j) -> bool, the same as a function of batch element, head and the positions of query
-        and key, int32 scalars or arrays that broadcast against each other. Elementwise JAX, traced into each tile;
+      mask_fn: mask_fn(b, h, i, j, *mask_args) -> bool, the same as a function of batch element, head and the positions of
+        query and key, int32 scalars or arrays that broadcast against each other. Elementwise JAX, traced into each tile;
         closes over no arrays. b and h count in the whole of sharded arrays, but inside jax.shard_map on each device. A
-        new function means a new compilation: define it once, not in each call.
+        new function means a new compilation: define it once, not in each call. It is looked at in every tile that the
+        other conditions leave: `causal` or `window` beside it are what skips tiles.
+      mask_args: a tuple of small arrays for mask_fn: bools, integers or floats, without gradients. Inside mask_fn they are
+        what score_args are inside score_fn. A prefix for each batch element, seen by all of it, before a causal rest::
+
+            attention(q, k, v, mask_fn=lambda b, h, i, j, prefix: (j <= i) | (j < prefix[b]), mask_args=(prefix,))
       scale: what q·kᵀ is multiplied by; 1 / sqrt(head_dim) by default. A Python number, not a traced value.
       softcap: c > 0, a Python number: logits become c · tanh(logit / c), smoothly limited to ±c.
       bias: float of at most 32 bits (64 for float64), broadcastable to `[batch, heads, q_len, kv_len]`, added to the
@@ -164,8 +170,8 @@ def attention(
         q, k, v = q[None], k[None], v[None]
     score = Score.of(
         q, k, batched=batched, causal=causal, window=window, q_offset=q_offset, segment_ids=segment_ids, q_lengths=q_lengths,
-        kv_lengths=kv_lengths, mask=mask, mask_fn=mask_fn, scale=scale, softcap=softcap, bias=bias, score_fn=score_fn,
-        score_args=score_args, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
+        kv_lengths=kv_lengths, mask=mask, mask_fn=mask_fn, mask_args=mask_args, scale=scale, softcap=softcap, bias=bias,
+        score_fn=score_fn, score_args=score_args, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
     )  # fmt: skip
     engine = engine_of(implementation, blocks, precision, q, v)
 

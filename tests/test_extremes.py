@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import SMALL_TILES, TILED, normal
+from devices import each_device, on
 
 import jflash
 from jflash import attention
@@ -184,3 +185,18 @@ def test_left_padding_of_a_batch_as_hugging_face_masks_it(implementation):
     for attend in (own, drop_in):
         for x, y in zip(grad(*arrays, attend), expected, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", each_device(id="finfo.min", group="finfo.min"))
+def test_the_lowest_float_as_a_bias_of_compiled_kernels(device):
+    """Rows that share finfo.min, and rows of 65504 whose exponents a fused multiply-add rounds otherwise."""
+    arrays = {name: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for name, x in zip("qkv", (Q, K, V), strict=True)}
+    arrays["do"] = np.asarray(jnp.asarray(DO, jnp.bfloat16), np.float64)
+    for lowest, roundings in ((LARGEST, 2**17), (LOWEST["float16"], 2**18)):
+        (bias,) = masks(lowest)["qk"]
+        with on(device):
+            statics = (("causal", True),)
+            q, k, v, do = (jnp.asarray(x, jnp.bfloat16) for x in arrays.values())
+            got = program(q, k, v, do, {"bias": jnp.asarray(bias, jnp.float32)}, {}, statics, "triton")
+            got = jax.tree.map(lambda x: np.asarray(x, np.float64), got)
+        assert_right(got, results("naive", "float64", {"bias": bias}, **arrays, causal=True), roundings)

@@ -64,7 +64,7 @@ def score_spec(score: Score, group: int | None, q_head, kv_head) -> Score:
         return pl.BlockSpec(shape, lambda *grid: index(*head(*grid)))
 
     def spec_of(name, x):
-        if name == "args":
+        if name in ("args", "mask_args"):
             return tuple(spec(arg.shape, lambda b, h: (0,)) for arg in x)
         if name == "first":
             return spec((2,), lambda b, h: (0,))

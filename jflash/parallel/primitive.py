@@ -151,7 +151,7 @@ def _dims_of_leaf(name: str, leaf: Any) -> Any:
         return " ".join("." if size == 1 else name for name, size in zip("bhij", leaf.shape, strict=True))
     if name in ONE_FOR_EACH:
         return "b"
-    if name == "args":
+    if name in ("args", "mask_args"):
         return tuple("." for _ in leaf)
     return {"q_segments": "b i", "kv_segments": "b j", "sinks": "h", "dropout_keys": "b h .", "first": "."}[name]
 

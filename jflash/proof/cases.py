@@ -18,7 +18,12 @@ SCORE_FNS = {
     # A distance decay, exact only where it is visible: behind the query its logarithm is NaN.
     "decay": lambda s, b, h, i, j, rates, power: s - jnp.exp(rates[h]) * jnp.log((i - j + 1).astype(s.dtype)) * power,
 }
-MASK_FNS = {"thirds": lambda b, h, i, j: (i + j + h + b) % 3 != 0, "nothing": lambda b, h, i, j: i + j < 0}
+MASK_FNS = {
+    "thirds": lambda b, h, i, j: (i + j + h + b) % 3 != 0,
+    "nothing": lambda b, h, i, j: i + j < 0,
+    # A prefix that all of a batch element sees, and which blocks of keys which block of queries sees beside it.
+    "prefix": lambda b, h, i, j, prefix, blocks: (j < prefix[b]) | blocks[i // 16, j // 16],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,9 @@ class Case:
             options["mask"] = jnp.array(random.random(self._dimensions(self.mask)) < 0.7)
         if self.mask_fn is not None:
             options["mask_fn"] = MASK_FNS[self.mask_fn]
+        if self.mask_fn == "prefix":
+            prefix = jnp.array(random.integers(0, self.kv_len, self.batch), jnp.int32)
+            options["mask_args"] = prefix, jnp.array(random.random((self.q_len // 16 + 1, self.kv_len // 16 + 1)) < 0.4)
         if self.score_fn is not None:
             options["score_fn"] = SCORE_FNS[self.score_fn]
         if self.dropout_rate:
@@ -183,6 +191,7 @@ CASES = (
     Case(40, 75, head_dim=16, mask="1"),
     Case(40, 75, head_dim=16, mask_fn="thirds", heads=4, kv_heads=2, dtype="float16"),
     Case(40, 75, head_dim=16, mask_fn="nothing"),
+    Case(40, 75, head_dim=16, mask_fn="prefix", heads=4, kv_heads=2, dtype="bfloat16"),
     Case(40, 75, head_dim=32, softcap=1.5),
     Case(40, 75, head_dim=32, softcap=30.0, values="large", dtype="float16"),
     Case(40, 75, head_dim=16, bias="bhqk", bias_holes=True, heads=4, kv_heads=2),

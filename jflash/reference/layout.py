@@ -87,9 +87,10 @@ class Layout(NamedTuple):
             rows = jnp.repeat(self.row_span(i).indices(), self.group)
             return fn(*arrays, score, Pairs(b, h, rows[:, None], self.col_span(j).indices()[None, :]))
 
-        of_head = lambda b, c, score, *arrays: one(b, c, score.replace(args=own.args, first=own.first), *arrays)
+        tables = {"args": own.args, "mask_args": own.mask_args, "first": own.first}  # of no batch element and no head
+        of_head = lambda b, c, score, *arrays: one(b, c, score.replace(**tables), *arrays)
         of_batch = lambda b, *xs: jax.vmap(functools.partial(of_head, b))(jnp.arange(self.kv_heads, dtype=jnp.int32), *xs)
-        leaves = own.replace(args=(), first=None)
+        leaves = own.replace(args=(), mask_args=(), first=None)
         return lambda *arrays: jax.vmap(of_batch)(jnp.arange(self.batch, dtype=jnp.int32), leaves, *arrays)
 
     def _tile_of(self, score: Score, i, j) -> Score:
@@ -113,7 +114,7 @@ class Layout(NamedTuple):
             if name == "dropout_keys":
                 words = x[..., 0], x[..., 1]
                 return words if self.group == 1 else tuple(jax.vmap(self._one_for_each_row)(w)[..., None] for w in words)
-            return x if name in ("args", "first") else None
+            return x if name in ("args", "mask_args", "first") else None
 
         return score.map_leaves(read)
 

@@ -81,5 +81,5 @@ def _visible(score: Score, b: Array, h: Array, i: Array, j: Array, offset: Array
     if score.mask is not None:
         visible &= score.mask
     if score.mask_fn is not None:
-        visible &= score.mask_fn(b, h, i + offset, j)
+        visible &= score.mask_fn(b, h, i + offset, j, *score.seen_by_mask_fn)
     return visible

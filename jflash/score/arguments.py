@@ -29,7 +29,7 @@ _PROBE = (8, 16)  # the shape of the tile on which functions are tried out
 _INDICES = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (8, 1), (1, 16)))  # b, h, i, j
 
 ScoreFn = Callable[..., Array]  # (s, b, h, i, j, *score_args) -> s
-MaskFn = Callable[[Array, Array, Array, Array], Array]  # (b, h, i, j) -> bool
+MaskFn = Callable[..., Array]  # (b, h, i, j, *mask_args) -> bool
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -43,6 +43,7 @@ class ScoreOptions(TypedDict, total=False):
     kv_lengths: ArrayLike | None
     mask: ArrayLike | None
     mask_fn: MaskFn | None
+    mask_args: Sequence[ArrayLike]
     scale: float | None
     softcap: float | None
     bias: ArrayLike | None
@@ -238,30 +239,42 @@ def _floating(name: str, x: Array, dtype) -> None:
         raise TypeError(f"{name} must be a float of at most {widest.itemsize * 8} bits beside q of {dtype}, got {x.dtype}")
 
 
-def mask_fn(value) -> MaskFn | None:
+def mask_fn(value, args, on_arrays: Callable) -> tuple[MaskFn | None, tuple[Array, ...]]:
+    """(mask_fn, mask_args); on_arrays(mask_fn, mask_args) takes flattened arrays."""
+    checked = _tables("mask_args", args)
+    for n, x in enumerate(checked):
+        if not (x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)):
+            raise TypeError(f"mask_args[{n}] must hold bools, integers or floats, got {x.dtype}")
     if value is None:
-        return None
+        if checked:
+            raise ValueError("mask_args must be given together with mask_fn, which reads them")
+        return None, ()
     _callable("mask_fn", value)
-    seen = _trace("mask_fn", "mask", value, *_INDICES)
+    seen = _trace("mask_fn", "mask_args", on_arrays(value, checked), *_INDICES, *map(jnp.ravel, checked))
     if seen.dtype != jnp.bool_ or not _broadcasts(seen.shape, _PROBE):
         raise TypeError(
             f"mask_fn must return bools that broadcast with i and j, here to {_PROBE}, got {seen.dtype}{list(seen.shape)}"
         )
-    return value
+    return value, tuple(checked)
+
+
+def _tables(name: str, args) -> list[Array]:
+    """The arrays that a function reads."""
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple of arrays, got {type(args).__name__}")
+    arrays = [jnp.asarray(arg) for arg in args]
+    for n, x in enumerate(arrays):
+        if x.size == 0:
+            raise ValueError(f"{name}[{n}] must not be empty, got shape {x.shape}")
+    return arrays
 
 
 def score_fn(value, args, dtype, on_arrays: Callable) -> tuple[ScoreFn | None, tuple[Array, ...]]:
     """(score_fn, score_args); on_arrays(score_fn, shapes) takes flattened arrays."""
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(f"score_args must be a tuple of arrays, got {type(args).__name__}")
-    checked = []
-    for n, arg in enumerate(args):
-        x = jnp.asarray(arg)
+    checked = _tables("score_args", args)
+    for n, x in enumerate(checked):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             _floating(f"score_args[{n}]", x, dtype)
-        if x.size == 0:
-            raise ValueError(f"score_args[{n}] must not be empty, got shape {x.shape}")
-        checked.append(x)
     if value is None:
         if checked:
             raise ValueError("score_args must be given together with score_fn, which reads them")

@@ -148,7 +148,7 @@ def _reach(score: Score, seen: jax.ShapeDtypeStruct, sees: jax.ShapeDtypeStruct)
     def visit(start, reached):
         seen, sees = reached
         rows = start + lax.iota(jnp.int32, count)
-        these = score.only(*ONE_FOR_EACH, "q_segments", "kv_segments", "mask", "first")
+        these = score.only(*ONE_FOR_EACH, "q_segments", "kv_segments", "mask", "mask_args", "first")
         these = these.map_leaves(lambda name, x: leaf_of(name, x, start))
         at = Pairs(b[:, None, None, None], h[None, :, None, None], rows[:, None], j)
         visible = jnp.broadcast_to(these.visible(at), (batch, heads, count, score.kv_len))

@@ -37,6 +37,32 @@ class Operands(NamedTuple):
         return jax.tree.map(lambda x: jnp.where(visible, x, 0), self)
 
 
+class MaskTable(NamedTuple):
+    """What mask_fn is told of one of its arrays. Kernels hold bools as integers: of bytes they read too little or too much."""
+
+    shape: tuple[int, ...]
+    boolean: bool
+
+    @classmethod
+    def of(cls, x: Array) -> MaskTable:
+        return cls(x.shape, x.dtype == jnp.bool_)
+
+    def flattened(self, x: Array) -> Array:
+        return jnp.ravel(x).astype(jnp.int32 if self.boolean else x.dtype)
+
+    def seen_by_mask_fn(self, x: Any) -> Any:
+        """A number, or a Table, of the flattened array; what is read of floats is float32 (float64) as in score_fn."""
+
+        def read(index):
+            value = x[index]
+            if self.boolean:
+                return value != 0
+            floating = jnp.issubdtype(value.dtype, jnp.floating)
+            return value.astype(jnp.promote_types(value.dtype, jnp.float32)) if floating else value
+
+        return Table(self.shape, read) if self.shape else read(0)
+
+
 def static(default: Any = dataclasses.MISSING) -> Any:
     """A field that is part of the program, not of its data."""
     return dataclasses.field(default=default, metadata={"static": True})
@@ -66,6 +92,7 @@ class Score:
     mask_fn: MaskFn | None = static(None)  # noqa: RUF009
     score_fn: ScoreFn | None = static(None)  # noqa: RUF009
     arg_shapes: tuple[tuple[int, ...], ...] = static(())
+    mask_tables: tuple[MaskTable, ...] = static(())
     dropout_rate: float = static(0.0)
     unasked: tuple[str, ...] = static(())  # in the backward: arrays whose gradients nobody asks for, q, k and v among them
 
@@ -89,8 +116,9 @@ class Score:
     dropout_keys: Any = None
     # Which batch element and head are the first of this part of a sharded whole: int32 [2]. For functions only.
     first: Any = None
-    # What score_fn reads, flattened.
+    # What score_fn reads, and what mask_fn reads, flattened.
     args: tuple[Any, ...] = ()
+    mask_args: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, q: Array, k: Array, *, batched: bool = True, **options: Unpack[ScoreOptions]) -> Score:
@@ -108,6 +136,7 @@ class Score:
         static_offset, q_offset = arguments.q_offset(get("q_offset", 0), batch)
         q_segments, kv_segments = arguments.segment_ids(get("segment_ids"), batch, q_len, kv_len, batched)
         score_fn, args = arguments.score_fn(get("score_fn"), get("score_args", ()), q.dtype, on_arrays)
+        mask_fn, mask_args = arguments.mask_fn(get("mask_fn"), get("mask_args", ()), mask_on_arrays)
         rate, dropout_keys = arguments.dropout_keys(get("dropout_rate", 0.0), get("dropout_key"), batch, heads)
         return cls(
             q_len=q_len,
@@ -117,9 +146,10 @@ class Score:
             right=right,
             static_offset=static_offset,
             softcap=arguments.softcap(get("softcap")),
-            mask_fn=arguments.mask_fn(get("mask_fn")),
+            mask_fn=mask_fn,
             score_fn=score_fn,
             arg_shapes=tuple(x.shape for x in args),
+            mask_tables=tuple(map(MaskTable.of, mask_args)),
             dropout_rate=rate,
             q_offset=q_offset,
             q_lengths=arguments.lengths("q_lengths", get("q_lengths"), batch, q_len),
@@ -131,13 +161,14 @@ class Score:
             sinks=arguments.sinks(get("sinks"), heads, q.dtype),
             dropout_keys=dropout_keys,
             args=tuple(jnp.ravel(x) for x in args),
+            mask_args=tuple(table.flattened(x) for table, x in zip(map(MaskTable.of, mask_args), mask_args, strict=True)),
         )
 
     def replace(self, **leaves: Any) -> Score:
         return dataclasses.replace(self, **leaves)
 
     def map_leaves(self, fn: Callable[[str, Any], Any]) -> Score:
-        """The Score with fn(name, leaf) in place of each leaf that is there; `args` is one of them."""
+        """The Score with fn(name, leaf) in place of each leaf that is there; `args` is one of them, `mask_args` too."""
         leaves = {name: getattr(self, name) for name in LEAVES}
         return self.replace(
             **{
@@ -216,8 +247,13 @@ class Score:
         if self.mask is not None:
             seen = seen & self.mask
         if self.mask_fn is not None:
-            seen = seen & self.mask_fn(*self._arguments(at))
+            seen = seen & self.mask_fn(*self._arguments(at), *self.seen_by_mask_fn)
         return seen
+
+    @property
+    def seen_by_mask_fn(self) -> list[Any]:
+        """What mask_fn reads of mask_args."""
+        return [table.seen_by_mask_fn(x) for table, x in zip(self.mask_tables, self.mask_args, strict=True)]
 
     # ------------------------------------------------------------------------------------------- what is its logit?
 
@@ -326,5 +362,15 @@ def on_arrays(score_fn: ScoreFn, shapes: Sequence[tuple[int, ...]]) -> ScoreFn:
     def fn(s, b, h, i, j, *args):
         args = [x.astype(s.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
         return score_fn(s, b, h, i, j, *_tables(shapes, [x.__getitem__ for x in args]))
+
+    return fn
+
+
+def mask_on_arrays(mask_fn: MaskFn, arrays: Sequence[Array]) -> MaskFn:
+    """mask_fn as a function of flattened arrays like these."""
+    tables = list(map(MaskTable.of, arrays))
+
+    def fn(b, h, i, j, *args):
+        return mask_fn(b, h, i, j, *(table.seen_by_mask_fn(x) for table, x in zip(tables, args, strict=True)))
 
     return fn

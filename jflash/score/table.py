@@ -1,4 +1,4 @@
-"""What a score_fn sees of the arrays in score_args."""
+"""What score_fn and mask_fn see of the arrays in score_args and mask_args."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ class Table:
     def __getitem__(self, index) -> Array:
         indices = index if isinstance(index, tuple) else (index,)
         if len(indices) != len(self.shape):
-            raise IndexError(f"an array of score_args takes one index for each dimension of {self.shape}, got {len(indices)}")
+            raise IndexError(
+                f"one of score_args or mask_args takes one index for each dimension of {self.shape}, got {len(indices)}"
+            )
         flat: Any = 0
         for x, size in zip(indices, self.shape, strict=True):
             if not isinstance(x, int) and not jnp.issubdtype(getattr(x, "dtype", object), jnp.integer):
-                raise TypeError(f"an array of score_args takes integers as indices, got {x!r}")
+                raise TypeError(f"one of score_args or mask_args takes integers as indices, got {x!r}")
             flat = flat * size + (min(max(x, 0), size - 1) if isinstance(x, int) else jnp.clip(x, 0, size - 1))
         return self._read(flat)
 
     def __iter__(self):
-        raise TypeError("an array of score_args can only be indexed with integers")
+        raise TypeError("one of score_args or mask_args can only be indexed with integers")
