@@ -7,6 +7,7 @@ import sys
 
 import hypothesis
 import jax
+import jax.experimental.pallas.tpu  # else Pallas's interpreter imports it in the middle, and JAX traces all anew
 import jaxtyping
 import pytest
 
