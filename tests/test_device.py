@@ -64,7 +64,7 @@ SELECTION = covering(IN_16_BITS)
 
 
 def on_each_device(cases, always):
-    marks = lambda case: () if case in always else [pytest.mark.whole]
+    marks = lambda case: () if case in always else [pytest.mark.whole, pytest.mark.table]
     return [x for case in cases for x in each_device(case, id=case.name, group=case.name, marks=marks(case))]
 
 
