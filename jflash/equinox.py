@@ -138,8 +138,9 @@ def rotate(x: Array, theta: float, offset: ArrayLike = 0) -> Array:
     """
     length, _, size = x.shape
     dtype = accumulator(x.dtype)
-    positions = (jnp.asarray(offset) + jnp.arange(length)).astype(dtype)
-    angles = positions[:, None, None] * theta ** (-jnp.arange(0, size, 2, dtype=dtype) / size)
+    positions = (jnp.asarray(offset, jnp.int32) + jnp.arange(length, dtype=jnp.int32)).astype(dtype)
+    frequencies = theta ** (-jnp.arange(0, size, 2, dtype=dtype) / size)
+    angles = positions[:, None, None] * frequencies[None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = jnp.split(x.astype(dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
