@@ -159,7 +159,7 @@ NOT_YET = {
 xfail = lambda name: pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=NOT_YET[name]))
 
 
-@pytest.mark.parametrize("setting", map(xfail, NOT_YET), indirect=True)
+@pytest.mark.parametrize("setting", [xfail(name) for name in NOT_YET], indirect=True)
 @pytest.mark.parametrize("implementation", TILED)
 def test_what_is_not_yet_right(made, setting, implementation):
     arrays, _ = made[()]
