@@ -19,7 +19,7 @@ from jflash.launch.blocks import given as blocks_of
 from jflash.parallel.partition import Everywhere
 from jflash.reference import Online, naive_attention
 from jflash.reference.online import unseen
-from jflash.score import arguments
+from jflash.score import arguments, redefined
 from jflash.score.arguments import MaskFn, ScoreFn
 from jflash.score.score import Score
 from jflash.vjp import Engine, attend
@@ -170,6 +170,8 @@ def attention(
         score_args=score_args, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
     )  # fmt: skip
     engine = engine_of(implementation, blocks, precision, q, v)
+    for name, fn in (("mask_fn", mask_fn), ("score_fn", score_fn)):
+        redefined.look_out(name, fn, q)
 
     if q.size == 0 or k.size == 0 or v.size == 0:  # no query or no key: nothing to launch a kernel for
         o, norm = unseen(q, v, score, q.dtype)
