@@ -249,14 +249,15 @@ def test_segment_ids_of_any_integers(ids, wide):
 def test_a_ring_takes_no_ids_of_64_bits():
     mesh = jax.make_mesh((2,), ("ring",), (AxisType.Auto,), devices=jax.devices()[:2])
     q = jnp.ones((2, 20, 2, 8))
+    fn = lambda q, ids: jflash.ring_attention(q, q, q, axis_name="ring", segment_ids=ids)
+    ring = jax.shard_map(fn, mesh=mesh, in_specs=P(None, "ring"), out_specs=P(None, "ring"))
     with jax.enable_x64(True), pytest.raises(TypeError, match="segment_ids must be of at most 32 bits in ring_attention"):
-        fn = lambda q, ids: jflash.ring_attention(q, q, q, axis_name="ring", segment_ids=ids)
-        jax.shard_map(fn, mesh=mesh, in_specs=P(None, "ring"), out_specs=P(None, "ring"))(q, jnp.asarray(DOCUMENTS))
+        ring(q, jnp.asarray(DOCUMENTS))
 
 
 def test_segment_ids_that_wrapping_would_make_equal():
     q = jnp.ones((1, 2, 1, 8))
-    with pytest.raises(TypeError, match="segment_ids must be of one dtype, .* got int32 for queries and uint32 for keys"):
+    with pytest.raises(TypeError, match=r"segment_ids must be of one dtype, .* got int32 for queries and uint32 for keys"):
         attention(q, q, q, segment_ids=(jnp.array([[-1, 0]]), jnp.array([[2**32 - 1, 0]], jnp.uint32)))
 
 
