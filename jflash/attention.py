@@ -19,7 +19,7 @@ from jflash.launch.blocks import given as blocks_of
 from jflash.parallel.partition import Everywhere
 from jflash.reference import Online, naive_attention
 from jflash.reference.online import unseen
-from jflash.score import arguments
+from jflash.score import arguments, redefined
 from jflash.score.arguments import MaskFn, ScoreFn
 from jflash.score.score import Score
 from jflash.vjp import Engine, attend
@@ -98,10 +98,12 @@ def attention(
       window: how many keys a query sees (before, behind) its own position; an int w means (w, w), None on a side
         means no limit. 0 is that position alone.
       q_offset: where the first query stands: an int, or an int32 scalar or `[batch]` array, traced or not. For a chunk
-        of a longer sequence, where the chunk begins; for a cache, kv_len - q_len. Positions stay within ±2**29.
-      segment_ids: integers of at most 32 bits, `[batch, length]` for queries and keys, or a pair of them, `[batch,
-        q_len]` and `[batch, kv_len]`: a query sees the keys that have its id. For packed documents; tiles that cannot
-        match are skipped, which is most of them where ids are sorted, and unsorted ids are right, only slower.
+        of a longer sequence, where the chunk begins; for a cache, kv_len - q_len. A new int means a new compilation: where
+        it changes from call to call, as from one step of decoding to the next, give an array. Positions stay within ±2**29.
+      segment_ids: integers, `[batch, length]` for queries and keys, or a pair of them, `[batch, q_len]` and `[batch,
+        kv_len]`: a query sees the keys that have its id. For packed documents; tiles that cannot match are skipped, which
+        is most of them where ids are sorted, and unsorted ids are right, only slower. Ids of 64 bits are told apart by
+        all of them, and cost a sort of the ids in each call; those of 32 bits and fewer do not.
       q_lengths: an integer or `[batch]`: how many queries are there; the others see nothing.
       kv_lengths: an integer or `[batch]`: how many keys are there.
       mask: bool, broadcastable to `[batch, heads, q_len, kv_len]`: True where a query sees a key.
@@ -174,6 +176,8 @@ def attention(
         score_fn=score_fn, score_args=score_args, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
     )  # fmt: skip
     engine = engine_of(implementation, blocks, precision, q, v)
+    for name, fn in (("mask_fn", mask_fn), ("score_fn", score_fn)):
+        redefined.look_out(name, fn, q)
 
     if q.size == 0 or k.size == 0 or v.size == 0:  # no query or no key: nothing to launch a kernel for
         o, norm = unseen(q, v, score, q.dtype)

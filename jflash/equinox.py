@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -83,10 +84,11 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         *,
         key: Array | None = None,
         inference: bool | None = None,
+        deterministic: bool | None = None,
         process_heads: Callable[[Array, Array, Array], Heads] | None = None,
         **options: Any,
     ) -> Array:
-        """The call of `eqx.nn.MultiheadAttention`, but for its deprecated `deterministic`.
+        """The call of `eqx.nn.MultiheadAttention`, with the options of `jflash.attention`.
 
         Args:
           query: `[q_len, query_size]`.
@@ -96,6 +98,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           key: decides what dropout drops, see dropout_key of `jflash.attention`. Under `jax.vmap` give each element its own.
             Needed where dropout is at work.
           inference: True switches dropout off, False on; by default what `self.dropout.inference` says.
+          deterministic: the old name of inference; warns, as in Equinox.
           process_heads: process_heads(q, k, v) -> (q, k, v), of the same shapes `[length, heads, size]`; before rope_theta.
           **options: those of `jflash.attention`, instead of the causal and window of the constructor or beside them:
             segment_ids, kv_lengths, softcap, q_offset (which rotary embeddings heed too), implementation, ...
@@ -107,6 +110,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         Raises:
           TypeError, ValueError: with the argument, what was expected and what came.
         """
+        if deterministic is not None:
+            warnings.warn("MultiheadAttention()(deterministic=...) is deprecated: give inference instead", stacklevel=3)
+            inference = deterministic
         q = _heads(self.query_proj, query, self.num_heads)
         k = _heads(self.key_proj, key_, self.num_kv_heads)
         v = _heads(self.value_proj, value, self.num_kv_heads)
@@ -138,8 +144,9 @@ def rotate(x: Array, theta: float, offset: ArrayLike = 0) -> Array:
     """
     length, _, size = x.shape
     dtype = accumulator(x.dtype)
-    positions = (jnp.asarray(offset) + jnp.arange(length)).astype(dtype)
-    angles = positions[:, None, None] * theta ** (-jnp.arange(0, size, 2, dtype=dtype) / size)
+    positions = (jnp.asarray(offset, jnp.int32) + jnp.arange(length, dtype=jnp.int32)).astype(dtype)
+    frequencies = theta ** (-jnp.arange(0, size, 2, dtype=dtype) / size)
+    angles = positions[:, None, None] * frequencies[None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = jnp.split(x.astype(dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

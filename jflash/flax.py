@@ -136,5 +136,6 @@ def _position_in_cache(mask: Array | None, query: Array, key: Array, positional:
             "depends on where it stands, got None"
         )
     shown = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape).any((-3, -2))
-    last = jnp.where(shown, jnp.arange(key.shape[-3], dtype=jnp.int32), 0).max(-1)
+    keys = lax.broadcasted_iota(jnp.int32, shown.shape, shown.ndim - 1)
+    last = jnp.where(shown, keys, 0).max(-1)
     return jnp.broadcast_to(last, query.shape[:-3])

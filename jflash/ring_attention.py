@@ -88,6 +88,7 @@ def ring_attention(
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     size = _size_of_ring(axis_name)
     arguments.arrays(q, k, v)
+    _check_ids(segment_ids)
     _check_split(axis_name, q=q, k=k, v=v)
     blocks = blocks_of(block_sizes)
     batched = q.ndim == 4
@@ -141,6 +142,14 @@ def _check_split(axis_name: Hashable, **arrays: Array) -> None:
                     f"the {dimension} of {name} must be whole on each device of the ring, but is split over {over!r} too: "
                     "split batch or heads over that axis"
                 )
+
+
+def _check_ids(segment_ids) -> None:
+    for x in jax.tree.leaves(segment_ids):
+        if hasattr(x, "dtype") and x.dtype.itemsize > 4:  # a device ranks its own alone, see segments.py
+            raise TypeError(
+                f"segment_ids must be of at most 32 bits in ring_attention, whose devices compare theirs, got {x.dtype}"
+            )
 
 
 def _check_lengths(order: str, size: int, q_len: int, kv_len: int) -> None:

@@ -147,7 +147,7 @@ def backward(qk: Tile, dp: Tile, rows: Rows, score: Score, at: Pairs, visible: V
 
 def sinks_cotangent(norm: Norm, delta: PerQuery, score: Score) -> PerHead:
     """The gradient of the sinks: a sink is a key whose value is 0, so its dp is 0."""
-    logit = score.sinks.astype(delta.dtype)[:, None]
+    logit = score.sinks.astype(delta.dtype)[None, :, None]
     p = jnp.exp(logit - norm.m * score.unit - norm.log_l)
     return -jnp.sum(p * delta, axis=(0, 2)).astype(score.sinks.dtype)
 

@@ -268,7 +268,6 @@ def test_errors_of_the_constructor(settings, error, message):
             ValueError,
             r"process_heads must keep the shapes",
         ),
-        ({"inference": True, "deterministic": True}, TypeError, r"unexpected keyword argument 'deterministic'"),
     ],
 )
 def test_errors_of_the_call(how, error, message):

@@ -69,6 +69,7 @@ def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: dict[str, int]
     heads_of_group = jnp.int32(group)
 
     def visit(t, grads, masked):
+        t = jnp.asarray(t, jnp.int32)  # an int64 where both bounds are Python ints, in 64-bit mode
         i, head = (t, None) if group == 1 else (lax.div(t, heads_of_group), lax.rem(t, heads_of_group))
         rows = Span(i * launcher.block_q, launcher.block_q)
         # Keys run down and queries across: p and dqk then enter their products from registers, as they are.

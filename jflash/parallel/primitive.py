@@ -21,6 +21,7 @@ from jax.interpreters import mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jflash.kernels import Triton
 from jflash.numerics import accumulator
 from jflash.parallel.shardings import Cut
 from jflash.score.score import ONE_FOR_EACH, PAIRWISE, WITH_GRADIENTS
@@ -215,5 +216,15 @@ def _lowering(choose: Callable[[Call], Engine]) -> Callable:
     return rule
 
 
+def _of_cpu(call: Call) -> Engine:
+    if isinstance(call.elsewhere, Triton) and not call.elsewhere.interpret:
+        raise ValueError(
+            'implementation="triton" needs an NVIDIA GPU, but the program is lowered for a CPU: leave implementation out, '
+            'which chooses by the platform, or give "xla" (or "interpret", the kernels interpreted, for tests)'
+        )
+    return call.elsewhere
+
+
 mlir.register_lowering(attend_p, _lowering(lambda call: call.elsewhere))
+mlir.register_lowering(attend_p, _lowering(_of_cpu), platform="cpu")
 mlir.register_lowering(attend_p, _lowering(lambda call: call.gpu), platform="cuda")

@@ -83,7 +83,8 @@ class Layout(NamedTuple):
         own = self._tile_of(score, i, j)
 
         def one(b, c, score, *arrays):
-            h = c if self.group == 1 else (c * self.group + jnp.tile(jnp.arange(self.group), self.block_q))[:, None]
+            of_group = jnp.tile(lax.iota(jnp.int32, self.group), self.block_q)
+            h = c if self.group == 1 else (c * self.group + of_group)[:, None]
             rows = jnp.repeat(self.row_span(i).indices(), self.group)
             return fn(*arrays, score, Pairs(b, h, rows[:, None], self.col_span(j).indices()[None, :]))
 

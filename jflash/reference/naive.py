@@ -22,7 +22,7 @@ def naive_attention(q: Q, k: K, v: V, score: Score, *, precision: lax.PrecisionL
 
     Shapes as in jflash.attention, batch included; Score.of() makes a score.
     """
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=dtype)
     batch, q_len, heads, _ = q.shape
     kv_len, kv_heads = k.shape[1:3]

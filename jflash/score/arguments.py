@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jflash.numerics import accumulator, known
-from jflash.score import dropout
+from jflash.score import dropout, segments
 
 # No position lies farther from 0, so that sums of three of them (an offset, an index, a window) fit into int32.
 FARTHEST = 2**29
@@ -104,7 +104,7 @@ def window(value) -> tuple[int | None, int | None]:
         if side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer))):
             raise TypeError(f"window must hold ints or None, got {value!r}")
         if side is not None and side < 0:
-            raise ValueError(f"window must not be negative, got {value!r}")
+            raise ValueError(f"window must not be negative, got {value!r}: None on a side is no limit")
         sides.append(None if side is None or side >= FARTHEST else int(side))
     return sides[0], sides[1]
 
@@ -136,7 +136,7 @@ def _one_for_each(name: str, value, batch: int, least: int, most: int) -> Array:
 
 
 def segment_ids(value, batch: int, q_len: int, kv_len: int, batched: bool) -> tuple[Array | None, Array | None]:
-    """The ids of the queries and of the keys, int32 [batch, length]."""
+    """The ids of the queries and of the keys, int32 [batch, length], equal where those that were given are."""
     if value is None:
         return None, None
     if isinstance(value, (tuple, list)):
@@ -149,26 +149,29 @@ def segment_ids(value, batch: int, q_len: int, kv_len: int, batched: bool) -> tu
         names, pair = ("segment_ids", "segment_ids"), (value, value)
     ids = []
     for name, x, length in zip(names, pair, (q_len, kv_len), strict=True):
-        x = jnp.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.integer) or x.dtype.itemsize > 4:
-            raise TypeError(f"{name} must be an integer array of at most 32 bits, got {x.dtype}")
+        x = x if isinstance(x, np.ndarray) else jnp.asarray(x)  # of 64 bits, JAX would cut it to 32 without a word
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name} must be an integer array, got {x.dtype}")
         expected = (batch, length) if batched else (length,)
         if x.shape != expected:
             raise ValueError(
                 f"{name} must have the shape {'[batch, length]' if batched else '[length]'}, {expected}, got {x.shape}"
             )
-        ids.append(x.astype(jnp.int32).reshape(batch, length))
-    return ids[0], ids[1]
+        ids.append(x.reshape(batch, length))
+    return segments.in_32_bits(*ids)
 
 
 def pairwise(name: str, value, shape: tuple[int, ...], batched: bool) -> Array:
     """An array that broadcasts to [batch, heads, q_len, kv_len], as one of rank 4."""
     x = jnp.asarray(value)
-    wanted = shape if batched else shape[1:]
+    batch, wanted = shape[0], shape if batched else shape[1:]
     fits = x.ndim <= len(wanted) and all(n in (1, size) for n, size in zip(x.shape[::-1], wanted[::-1], strict=False))
     if not fits:
         dimensions = "[batch, heads, q_len, kv_len]" if batched else "[heads, q_len, kv_len]"
-        raise ValueError(f"{name} must broadcast to {dimensions}, {wanted}, got shape {x.shape}")
+        instead = ""
+        if batched and x.ndim in (2, 3) and x.shape[0] == batch and _broadcasts(x.shape[1:], shape[2:]):
+            instead = f": write {name}[:, None, None, :]" if x.ndim == 2 else f": write {name}[:, None]"
+        raise ValueError(f"{name} must broadcast to {dimensions}, {wanted}, got shape {x.shape}{instead}")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
@@ -232,11 +235,13 @@ def sinks(value, heads: int, dtype) -> Array | None:
     return x
 
 
-def _floating(name: str, x: Array, dtype) -> None:
+def _floating(name: str, x: Array, dtype, otherwise: str = "") -> None:
     """Not wider than what logits are computed in: it would be rounded without a word."""
     widest = accumulator(dtype)
     if x.dtype not in FLOATS or x.dtype.itemsize > widest.itemsize:
-        raise TypeError(f"{name} must be a float of at most {widest.itemsize * 8} bits beside q of {dtype}, got {x.dtype}")
+        raise TypeError(
+            f"{name} must be a float of at most {widest.itemsize * 8} bits beside q of {dtype}{otherwise}, got {x.dtype}"
+        )
 
 
 def mask_fn(value, args, on_arrays: Callable) -> tuple[MaskFn | None, tuple[Array, ...]]:
@@ -274,7 +279,7 @@ def score_fn(value, args, dtype, on_arrays: Callable) -> tuple[ScoreFn | None, t
     checked = _tables("score_args", args)
     for n, x in enumerate(checked):
         if not jnp.issubdtype(x.dtype, jnp.integer):
-            _floating(f"score_args[{n}]", x, dtype)
+            _floating(f"score_args[{n}]", x, dtype, ", or an integer")
     if value is None:
         if checked:
             raise ValueError("score_args must be given together with score_fn, which reads them")
@@ -303,9 +308,11 @@ def _callable(name: str, value) -> None:
 def _trace(name: str, instead: str, fn: Callable, *arguments) -> jax.ShapeDtypeStruct:
     """What fn(*arguments) returns, which must be one array; fn must not close over any."""
     jaxpr, result = jax.make_jaxpr(fn, return_shape=True)(*arguments)
-    if captured := [x for x in jaxpr.consts if np.ndim(x)]:
+    if captured := [x for x in jaxpr.consts if np.ndim(x) or isinstance(x, Array)]:  # Array: traced numbers too
         shapes = ", ".join(str(np.shape(x)) for x in captured)
-        raise ValueError(f"{name} must not close over arrays, got some of shape {shapes}: give them as {instead}")
+        raise ValueError(
+            f"{name} must not close over arrays, not even traced numbers, got some of shape {shapes}: give them as {instead}"
+        )
     if not isinstance(result, jax.ShapeDtypeStruct):
         raise TypeError(f"{name} must return one array, got {result!r}")
     return result

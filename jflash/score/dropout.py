@@ -105,5 +105,5 @@ def dropout_mask(key, rate: float, shape: tuple[int, ...]) -> Array:
     batch, heads, q_len, kv_len = (1,) * (4 - len(shape)) + tuple(shape)
     each = keys(words("key", key), batch, heads)
     k0, k1 = each[:, :, 0, None, None], each[:, :, 1, None, None]
-    i, j = jnp.arange(q_len, dtype=jnp.int32)[:, None], jnp.arange(kv_len, dtype=jnp.int32)[None, :]
+    i, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for shape, axis in (((1, 1, q_len, 1), 2), ((1, 1, 1, kv_len), 3)))
     return keep((k0, k1), i, j, rate).reshape(shape)

@@ -150,7 +150,7 @@ def _reach(score: Score, seen: jax.ShapeDtypeStruct, sees: jax.ShapeDtypeStruct)
         rows = start + lax.iota(jnp.int32, count)
         these = score.only(*ONE_FOR_EACH, "q_segments", "kv_segments", "mask", "mask_args", "first")
         these = these.map_leaves(lambda name, x: leaf_of(name, x, start))
-        at = Pairs(b[:, None, None, None], h[None, :, None, None], rows[:, None], j)
+        at = Pairs(b[:, None, None, None], h[None, :, None, None], rows[None, None, :, None], j[None, None, None, :])
         visible = jnp.broadcast_to(these.visible(at), (batch, heads, count, score.kv_len))
         by_group = visible.reshape(batch, seen.shape[1], -1, score.kv_len)
         sees = lax.dynamic_update_slice_in_dim(sees, visible.any(axis=3).astype(sees.dtype), start, 2)
@@ -201,7 +201,7 @@ def _with_visits(score: Score, own: tuple[Any, int], other: tuple[Any, int]) -> 
     alone = (own_least == own_most)[:, :, None] & (other_least == other_most)[:, None, :]
     full = meet & alone
     count = other_least.shape[1]
-    tile = jnp.arange(count, dtype=jnp.int32)
+    tile = lax.broadcasted_iota(jnp.int32, (1, 1, count), 2)
     first = lambda condition: jnp.min(jnp.where(condition, tile, count), axis=2)
     lo, hi = first(meet), jnp.max(jnp.where(meet, tile + 1, 0), axis=2)
     full_lo = first(full)

@@ -56,7 +56,7 @@ class MaskTable(NamedTuple):
         def read(index):
             value = x[index]
             if self.boolean:
-                return value != 0
+                return value.astype(jnp.bool_)
             floating = jnp.issubdtype(value.dtype, jnp.floating)
             return value.astype(jnp.promote_types(value.dtype, jnp.float32)) if floating else value
 
