@@ -1,6 +1,7 @@
 """What several tests share: small tiles, and the one comparison with float64."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jflash import BlockSizes, machine_code
 from jflash.proof import accuracy
+from jflash.proof.cases import CASES, Case
 
 MISSING = machine_code.missing_wheels()
 needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -18,6 +20,33 @@ TILED = ("xla", "interpret")
 SMALL_TILES = BlockSizes(
     block_q=32, block_kv=16, block_q_dkv=16, block_kv_dkv=32, block_q_dq=32, block_kv_dq=16
 )  # so that short sequences have many tiles
+
+
+def essentials(parameters, kept):
+    """Parameters of a test, of which those that are not `kept` are of the whole proof alone."""
+    return [x if kept(x) else pytest.param(x, marks=pytest.mark.whole) for x in parameters]
+
+
+def cheapest_that_cover(cases, features):
+    """The cheapest cases first, each that has a feature that none before it has."""
+    seen, chosen = set(), []
+    for case in sorted(cases, key=lambda case: case.q_len * case.kv_len * case.head_dim * case.heads):
+        if new := features(case) - seen:
+            seen |= new
+            chosen.append(case)
+    return chosen
+
+
+FIELDS = {field.name: field.default for field in dataclasses.fields(Case) if field.name not in ("q_len", "kv_len", "batch")}
+
+
+def options_of(case):
+    """Each option that a case has, alone; masks and biases by their shapes, the rest by being there."""
+    by_value = ("mask", "bias", "mask_fn", "score_fn", "dtype", "values", "segments")
+    return {(name, getattr(case, name) if name in by_value else None) for name in FIELDS if getattr(case, name) != FIELDS[name]}
+
+
+ESSENTIAL_CASES = cheapest_that_cover(CASES, options_of)
 
 
 @contextlib.contextmanager

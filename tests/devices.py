@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jflash import machine_code
 
 EMULATED = ("a100", "h100")
+OF_THE_WHOLE = {"a100": [pytest.mark.whole]}  # its kernels are those of the H100 but for wgmma
 MISSING = machine_code.missing_wheels()
 
 
@@ -51,7 +52,7 @@ def each_device(*arguments, id, group, marks=()):
         pytest.param(
             *(device, *arguments),
             id=f"{device} {id}",
-            marks=[pytest.mark.xdist_group("device" if device == "gpu" else group), *marks],
+            marks=[pytest.mark.xdist_group("device" if device == "gpu" else group), *marks, *OF_THE_WHOLE.get(device, ())],
         )
         for device in (*EMULATED, "gpu")
     ]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import compiling_quickly, judged, references
+from checks import cheapest_that_cover, compiling_quickly, judged, references
 from devices import EMULATED, each_device, on
 
 from jflash import BlockSizes
@@ -49,18 +49,7 @@ def features(case):
     }
 
 
-def covering(cases):
-    """The cheapest cases first, each that has something new."""
-    cost = lambda case: case.q_len * case.kv_len * case.head_dim * case.heads
-    seen, chosen = set(), []
-    for case in sorted(cases, key=cost):
-        if new := features(case) - seen:
-            seen |= new
-            chosen.append(case)
-    return chosen
-
-
-SELECTION = covering(IN_16_BITS)
+SELECTION = cheapest_that_cover(IN_16_BITS, features)
 
 
 def on_each_device(cases, always):

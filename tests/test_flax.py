@@ -122,6 +122,7 @@ def references(library, mask):
     return tuple(trained(library, MASKS[mask], dtype=dtype) for dtype in ("float32", "float64"))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("library", MODELS)
 def test_a_model_with_its_mask(library, mask):
@@ -142,6 +143,7 @@ def test_a_model_with_options_in_place_of_a_mask(library, mask, options):
     assert_alike(trained(library, None, functools.partial(TILED, **options)), *references(library, mask))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("library", MODELS)
 def test_another_mask_trains_otherwise(library):
     """What the tests above compare does depend on the attention."""
@@ -274,6 +276,7 @@ def dropping(library, fn):
     return jax.jit(compiled, static_argnums=1)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("library", MODELS)
 def test_dropout_in_a_model(library):
     got, same, other = (dropping(library, TILED)(seed, False) for seed in (0, 0, 1))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, TILED, normal
+from checks import SMALL_TILES, TILED, essentials, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -25,7 +25,7 @@ from jflash.score import redefined
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 IMPLEMENTATIONS = (None, *TILED, "naive")
-EVERYWHERE = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+EVERYWHERE = pytest.mark.parametrize("implementation", essentials(IMPLEMENTATIONS, ("xla",).__contains__))
 SETTINGS = {
     "disable_jit": [jax.disable_jit],
     "rank promotion": [lambda: jax.numpy_rank_promotion("raise")],

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, TILED, normal
+from checks import SMALL_TILES, TILED, essentials, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -139,7 +139,7 @@ def slope(s, b, h, i, j, slopes):
 ORDERS = ("grad", "vjp, twice", "some, then all")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", essentials(range(12), lambda seed: seed < 4))
 def test_random_programs(seed):
     """In one process, each under what those before it have left in the caches."""
     loss, arrays = a_program(seed)

@@ -126,6 +126,7 @@ def test_vmap_over_any_arguments_is_a_loop(options, mapped, implementation):
         assert_close(jax.tree.map(lambda x, n=n: x[n], got), one(implementation)(each), atol=2e-5)
 
 
+@pytest.mark.whole
 @EVERYWHERE
 def test_nested_vmap_is_two_loops(implementation):
     """Arrays of rank 6: over both dimensions in front, over one or the other, and over neither."""
@@ -148,6 +149,7 @@ def test_vmap_over_axes_that_are_not_the_first():
     assert_close(jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), got), expected)
 
 
+@pytest.mark.whole
 @needs_compiler
 def test_vmap_makes_one_kernel_larger_and_not_more_of_them():
     """For a GPU: nested, with every argument mapped, forward and backward; the grid of a launch has at most 3 dimensions."""
@@ -224,6 +226,7 @@ def test_the_compiler_does_not_undo_a_policy():
     assert len(calls) == 5
 
 
+@pytest.mark.whole
 @EVERYWHERE
 def test_policies_change_no_gradient(implementation):
     q = inputs()[0]
@@ -280,6 +283,7 @@ def test_in_64_bit_mode_float32_is_float32(implementation):
         assert_close(jax.tree.map(np.asarray, got), expected)
 
 
+@pytest.mark.whole
 @EVERYWHERE
 @pytest.mark.parametrize("options", [{}, {"causal": True, "q_offset": 3}, {"window": (3, 2)}, {"softcap": 2.0}], ids=str)
 def test_in_64_bit_mode_with_numbers_of_python(implementation, options):

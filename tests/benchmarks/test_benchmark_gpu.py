@@ -22,6 +22,8 @@ from jflash.launch.table import Entry, Key, Launch
 from jflash.proof import accuracy
 from jflash.proof.cases import CASES, SELF_TEST
 
+pytestmark = pytest.mark.whole
+
 SHAPE = Shape(2, 8192, 32, 64, "bfloat16", causal=True, backward=False)
 ENTRY = Entry(Key("forward", 32, 8, 8, "plain", 32, 32), Launch(32, 32, 4, 1), "measured", "a GPU", "2026-11-30", "jax")
 

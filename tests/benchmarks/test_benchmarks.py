@@ -16,6 +16,8 @@ from checks import needs_compiler
 from benchmarks import attention, plot
 from benchmarks import machine_code as program
 
+pytestmark = pytest.mark.whole
+
 
 @needs_compiler
 def test_machine_code(monkeypatch, tmp_path, capsys):

@@ -24,6 +24,8 @@ from jflash.proof import accuracy
 from jflash.proof.accuracy import Outputs
 from jflash.proof.cases import Case
 
+pytestmark = pytest.mark.whole
+
 UNAVAILABLE = native_triton.unavailable()
 KERNELS = ("forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel")
 needs_triton = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))

@@ -30,6 +30,8 @@ from benchmarks import compare, devices, models, train, training
 from benchmarks import text as corpus
 from benchmarks.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.whole
+
 # Long enough for more than one tile of implementation="xla", and no multiple of a power of two.
 TINY = training.Options(steps=20, length=520, batch=1, layers=1, width=16, heads=2, learning_rate=1e-2)
 SHORT = dataclasses.replace(TINY, steps=6, length=64, batch=2)

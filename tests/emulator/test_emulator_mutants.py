@@ -17,7 +17,7 @@ from emulator.under_jflash import emulated
 from jflash.proof import accuracy
 from jflash.proof.cases import Case
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.whole]
 CASE = Case(130, 130, head_dim=32, heads=1, kv_heads=1, batch=1, causal=True, dtype="float16")
 KERNELS = ("jflash_forward", "jflash_dkv", "jflash_dq")
 

@@ -8,7 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import needs_compiler
+from checks import essentials, needs_compiler
 from jax.interpreters import mlir
 from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
@@ -54,11 +54,23 @@ WIDTHS_WITHOUT_SPILLS = {
 }
 
 
+# Issue slots of the hot loop for each cycle of the tensor cores, on H100 in bfloat16.
+BUSY = {
+    64: {"forward": 1.06, "dkv": 0.67, "dq": 0.58},
+    128: {"forward": 0.56, "dkv": 0.42, "dq": 0.43},
+    256: {"forward": 0.48, "dk": 0.52, "dv": 0.28, "dq": 0.30},
+}
+
+WIDTHS_OF_16_BITS = sorted({entry.key.head_dim for entry in blocks.shipped("hopper") if entry.key.bits == 16})
+
+
 def defaults():
     for gpu, of_bits in WIDTHS_WITHOUT_SPILLS.items():
         for dtype, widths in zip((jnp.bfloat16, jnp.float32), of_bits, strict=True):
             for head_dim in widths:
-                yield pytest.param(gpu, dtype, head_dim, id=f"{gpu} {dtype.__name__} {head_dim}")
+                essential = gpu == "h100" and dtype == jnp.bfloat16 and head_dim in BUSY
+                marks = () if essential else [pytest.mark.whole]
+                yield pytest.param(gpu, dtype, head_dim, id=f"{gpu} {dtype.__name__} {head_dim}", marks=marks)
 
 
 @functools.cache
@@ -84,14 +96,6 @@ def test_defaults_do_not_spill_and_use_the_tensor_cores(gpu, dtype, head_dim):
             assert kernel.tensor_cores == "HGMMA" or gpu == "a100" or dtype == jnp.float32
 
 
-# Issue slots of the hot loop for each cycle of the tensor cores, on H100 in bfloat16.
-BUSY = {
-    64: {"forward": 1.06, "dkv": 0.67, "dq": 0.58},
-    128: {"forward": 0.56, "dkv": 0.42, "dq": 0.43},
-    256: {"forward": 0.48, "dk": 0.52, "dv": 0.28, "dq": 0.30},
-}
-
-
 @needs_compiler
 @pytest.mark.parametrize("head_dim", BUSY)
 def test_hot_loops_leave_the_tensor_cores_busy_on_h100(head_dim):
@@ -114,7 +118,7 @@ def compiled_with_bias(head_dim, causal):
 @needs_compiler
 @pytest.mark.parametrize("options", ["plain", "general"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", sorted({entry.key.head_dim for entry in blocks.shipped("hopper") if entry.key.bits == 16}))
+@pytest.mark.parametrize("head_dim", essentials(WIDTHS_OF_16_BITS, (64,).__contains__))
 def test_no_default_waits_for_each_product_on_h100(head_dim, causal, options):
     """Products that ptxas serialises cost no instruction more, and are slower: BUSY does not see them."""
     plain = options == "plain"
@@ -126,6 +130,7 @@ def test_no_default_waits_for_each_product_on_h100(head_dim, causal, options):
         assert all(loop.waits < loop.opcodes["HGMMA"] for loop in kernel.busy), kernel
 
 
+@pytest.mark.whole
 @needs_compiler
 def test_a_head_dim_of_96_costs_three_quarters_of_128():
     """Two chunks, 64 and 32, in place of a tile padded to 128."""
@@ -177,6 +182,7 @@ def with_options(name: str):
     return forward_backward, (*avals(2, LENGTH, HEADS, head_dim, dtype, kv_heads=2), arrays)
 
 
+@pytest.mark.whole
 @needs_compiler
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -204,6 +210,7 @@ def test_gradients_that_nobody_asks_for_are_not_computed(argnums, kernels):
     assert own == {"jflash_forward", "jflash_delta", *kernels}
 
 
+@pytest.mark.whole
 @needs_compiler
 def test_options_that_are_not_used_cost_nothing():
     """The figures of the kernels before there were options: a change here is one to every call."""
@@ -215,6 +222,7 @@ def test_options_that_are_not_used_cost_nothing():
         assert program[name].spill_bytes <= (32 if jax.__version_info__ < (0, 11) and name == "jflash_forward" else 0)
 
 
+@pytest.mark.whole
 @needs_compiler
 def test_what_dropout_costs_an_element():
     """At most 13 instructions: one block of Philox serves four pairs, which the compiler must find out by itself."""
@@ -239,6 +247,7 @@ def test_kernels_are_in_the_program_for_a_gpu_and_not_in_the_one_for_a_cpu():
     assert not kernels(jax.jit(f).trace(*arguments).lower(lowering_platforms=("cpu",)))
 
 
+@pytest.mark.whole
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("platform", ["cpu", "h100"])
@@ -254,6 +263,7 @@ def test_memory_grows_linearly_with_the_length(platform, causal):
     assert 0 < temp_bytes(8192) < 4.5 * temp_bytes(2048)
 
 
+@pytest.mark.whole
 @needs_compiler
 def test_memory_of_everything_at_once_grows_linearly():
     def temp_bytes(length):
@@ -270,6 +280,7 @@ def test_memory_of_everything_at_once_grows_linearly():
     assert 0 < temp_bytes(8192) < 4.5 * temp_bytes(2048)
 
 
+@pytest.mark.whole
 @needs_compiler
 @pytest.mark.parametrize("shape", [(1, 1, 1, 4096), (1, 8, 1, 4096), (1, 1, 4096, 1), (1, 1, 4096, 4096)])
 def test_the_gradient_of_a_bias_takes_no_more_than_the_bias(shape):
@@ -280,6 +291,7 @@ def test_the_gradient_of_a_bias_takes_no_more_than_the_bias(shape):
     assert program.temp_bytes < 2 * 8 * 4096 * 64 * 16  # a few arrays like q; one of all pairs would be 16 times that
 
 
+@pytest.mark.whole
 @needs_compiler
 def test_offsets_into_a_mask_of_bytes_do_not_overflow():
     # Between 2**31 and 2**32 bytes, offsets in 32 bits wrap around: two bytes for each pair then.
@@ -291,6 +303,7 @@ def test_offsets_into_a_mask_of_bytes_do_not_overflow():
     assert "tensor<1x1x50000x50000xi16>" in lowered.as_text()
 
 
+@pytest.mark.whole
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_offsets_into_large_arrays_have_64_bits(causal):
@@ -466,6 +479,7 @@ def test_a_kernel_tells_that_its_products_are_waited_for_one_by_one():
         assert series or kernel.hot.waits <= kernel.ptx.count("wgmma.wait_group")
 
 
+@pytest.mark.whole
 @needs_compiler
 @pytest.mark.parametrize(("gpu", "instruction"), [("l4", "HMMA"), ("h100", "HGMMA"), ("b200", "UTCHMMA")])
 def test_what_a_kernel_tells(gpu, instruction):
@@ -501,6 +515,7 @@ def test_missing_wheels_are_named(monkeypatch):
         compiler.devices.__wrapped__("h100")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("lengths", [(64, 64), (100, 64), (64, 100), (1, 257), (1000, 1000)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 5}, {"causal": True, "q_offset": 7}])
 def test_any_length_lowers(lengths, options):

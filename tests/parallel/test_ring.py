@@ -126,6 +126,7 @@ def test_batch_and_heads_are_split_over_other_axes():
     judged(MIXED, on_ring(MIXED, mesh_of(data=2, ring=2, heads=2), "zigzag", batch="data", heads="heads", **QUICK))
 
 
+@pytest.mark.whole
 @quick
 def test_a_ring_over_two_axes_of_a_mesh_and_types_that_are_not_checked():
     mesh = mesh_of(hosts=2, ring=2)
@@ -145,6 +146,7 @@ def test_inputs_without_batch_and_without_tokens():
     assert (lse == -jnp.inf).all()
 
 
+@pytest.mark.whole
 def test_float64():
     case = of(PLAIN, causal=True)
     with jax.enable_x64(True):
@@ -253,6 +255,7 @@ def test_merging_what_has_seen_nothing():
         jax.tree.map(np.testing.assert_array_equal, merged(one, other, score.unit), want)
 
 
+@pytest.mark.whole
 def test_a_larger_ring_is_no_larger_program_and_takes_no_more_memory():
     def measured(size):
         fn = functools.partial(jflash.ring_attention, axis_name="ring", causal=True)
@@ -333,6 +336,7 @@ def test_zigzag_of_a_length_that_does_not_divide():
 # ------------------------------------------------------------------------------------------------- hosts and GPUs
 
 
+@pytest.mark.whole
 def test_two_hosts():
     """Two processes of two devices each, as two hosts would start them; each compares its share with one device."""
     with socket.socket() as free:
@@ -353,6 +357,7 @@ def test_two_hosts():
         assert f"host {n}: 2 of 4 shares agree" in text
 
 
+@pytest.mark.whole
 @needs_compiler
 @pytest.mark.parametrize(("order", "causal"), [("contiguous", False), ("zigzag", True)])
 def test_transfers_run_beside_kernels_on_eight_h100s(order, causal):

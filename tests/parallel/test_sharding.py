@@ -126,6 +126,7 @@ def agree(got, expected):
         np.testing.assert_allclose(x, y, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("model", "kv_heads", "spec"), [(4, 2, P("data")), (8, 1, P()), (4, 4, P("data"))])
 def test_kv_heads_that_are_whole_where_heads_are_sharded(mode, model, kv_heads, spec):
@@ -142,6 +143,7 @@ def test_kv_heads_that_are_whole_where_heads_are_sharded(mode, model, kv_heads, 
     assert collectives(run.as_text()) <= {"all-reduce", "all-gather"}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_mesh_where_nothing_is_sharded(mode):
     q = normal(2, 20, 2, 8)
@@ -199,6 +201,7 @@ def test_in_explicit_mode_arguments_that_contradict_each_other_raise():
 # ------------------------------------------------------------------------------------------- shard_map and vmap
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("check_vma", "implementation"), [(True, "xla"), (False, "xla"), (False, "interpret")])
 def test_inside_shard_map(check_vma, implementation):
     """Also where keys are the same on some devices: their gradient is summed over these, outside."""
@@ -223,6 +226,7 @@ def test_shard_map_over_a_part_of_the_mesh_raises():
         jax.jit(fn)(*(normal(4, 20, 2, 8),) * 3)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mode", MODES)
 def test_vmap_over_a_sharded_axis(mode):
     mesh = mesh_of(mode, 4, 2)
@@ -241,6 +245,7 @@ def test_vmap_over_a_sharded_axis(mode):
 # ------------------------------------------------------------------------------------------- GPUs that are not there
 
 
+@pytest.mark.whole
 @needs_compiler
 @pytest.mark.parametrize("mode", ["shardy", "explicit"])
 def test_on_eight_h100s_each_launches_its_own_part(mode):

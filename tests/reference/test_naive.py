@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import ESSENTIAL_CASES, essentials
 
 from jflash import attention, dropout_mask
 from jflash.proof import accuracy
@@ -39,7 +40,7 @@ def numpy_attention(case, q, k, v, do, dlse):
         if case.segments:
             see &= np.asarray(options["segment_ids"][0][b, i] == options["segment_ids"][1][b])
         if case.mask_fn:
-            see &= np.asarray(options["mask_fn"](b, h, position, j))
+            see &= np.asarray(options["mask_fn"](b, h, position, j, *options.get("mask_args", ())))
         keys, values = k[b, see, h // group], v[b, see, h // group]
         s = scale * keys @ q[b, i, h]
         if case.softcap:
@@ -67,7 +68,7 @@ def numpy_attention(case, q, k, v, do, dlse):
 LINEAR = (None, "alibi", "t5", "decay")
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", essentials(SMALL, ESSENTIAL_CASES.__contains__), ids=lambda case: case.name)
 def test_agrees_with_numpy_in_float64(case):
     arrays = case.arrays()
     with jax.enable_x64(True):

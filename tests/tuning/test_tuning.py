@@ -218,6 +218,7 @@ def test_later_calls_find_what_was_tuned(h100, caplog, capsys):
     assert jflash.launches(q, kv, kv)["forward"].origin == "machine code", "of other options nothing was measured"
 
 
+@pytest.mark.whole
 @needs_compiler
 def test_a_program_for_that_gpu_is_launched_as_tuned(tmp_path, monkeypatch):
     monkeypatch.setenv("JFLASH_CACHE_DIR", str(tmp_path))
@@ -295,6 +296,7 @@ def test_tune_needs_a_place_for_its_result_and_an_assembler(monkeypatch):
 # ---------------------------------------------------------------------------------------------- the bench, interpreted
 
 
+@pytest.mark.whole
 def test_the_bench_runs_what_attention_runs(monkeypatch):
     """Each kernel alone, in the interpreter: what the tuner times is the forward and the gradients of the call."""
     results = []
@@ -348,6 +350,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(machine_code, "compile_here", compiled)
 
 
+@pytest.mark.whole
 @needs_compiler
 def test_the_bench_tells_what_spills_what_waits_and_what_does_not_fit(no_gpu):
     bench = Bench(arguments(dataclasses.replace(KEY, options="general")), Triton())
@@ -364,6 +367,7 @@ ENTRIES = [pytest.param(entry, id=f"{family} {entry.key.kernel} {entry.key.bits}
                         f"{entry.key.options}") for family in FAMILIES for entry in SHIPPED[family]]  # fmt: skip
 
 
+@pytest.mark.whole
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="tables are made with the newest JAX; test_machine_code has all")
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -378,6 +382,7 @@ def test_every_shipped_entry_compiles_and_spills_no_more_than_it_says(entry):
     assert kernel.spill_bytes <= (entry.spill_bytes if same_compiler else max(entry.spill_bytes, 2048))
 
 
+@pytest.mark.whole
 @needs_compiler
 @pytest.mark.parametrize(("bits", "width"), [(16, 128), (16, 256), (32, 256)])
 @pytest.mark.parametrize("kernel", ["forward", "dkv", "dq"])
@@ -387,6 +392,7 @@ def test_the_rule_fits_on_the_smallest_gpu(kernel, bits, width):
     machine_code.compile_for(fn, arguments(key), gpu="l4")
 
 
+@pytest.mark.whole
 @needs_compiler
 def test_the_persistent_cache_of_jax_is_kept_out_and_kept(tmp_path):
     """What came out of it would tell nothing of registers and spills; nor is it filled with launches that lost."""
