@@ -199,6 +199,11 @@ def test_later_calls_find_what_was_tuned(h100, caplog, capsys):
     assert "machine code" in launched(caplog)["forward"]
     call()
     assert not launched(caplog), "what was compiled is kept"
+    gradient = lambda: jax.vjp(lambda q: jflash.attention(q, kv, kv, bias=bias, causal=True, implementation="interpret"), q)[1](
+        q
+    )
+    gradient()
+    assert "machine code" in launched(caplog)["dq"]
 
     measured = jflash.tune(q, kv, kv, bias=bias, causal=True, minutes=1e6)
     assert list(measured) == ["forward", "dkv", "dq", "dscore"]
@@ -212,6 +217,8 @@ def test_later_calls_find_what_was_tuned(h100, caplog, capsys):
     launched(caplog)
     call()
     assert "32 x 32, 4 warps, 1 stages; measured" in launched(caplog)["forward"]
+    gradient()
+    assert "32 x 32, 4 warps, 1 stages; measured" in launched(caplog)["dq"], "outside of jit the backward is its own program"
     assert jflash.launches(q, kv, kv, bias=bias, causal=True) == {**measured, "delta": Entry(
         Key("delta", 32, 16, 16, "general", 32, 32), Launch(128, 16, 4, 1), "rule"
     )}  # fmt: skip
