@@ -48,6 +48,10 @@ class Triton:
     interpret: bool = False
     partial: bool = False
 
+    @property
+    def needs_gpu(self) -> bool:
+        return not self.interpret
+
     def for_parts(self) -> Triton:
         return dataclasses.replace(self, partial=True)
 

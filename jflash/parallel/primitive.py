@@ -217,7 +217,7 @@ def _lowering(choose: Callable[[Call], Engine]) -> Callable:
 
 
 def _of_cpu(call: Call) -> Engine:
-    if isinstance(call.elsewhere, Triton) and not call.elsewhere.interpret:
+    if isinstance(call.elsewhere, Triton) and call.elsewhere.needs_gpu:
         raise ValueError(
             'implementation="triton" needs an NVIDIA GPU, but the program is lowered for a CPU: leave implementation out, '
             'which chooses by the platform, or give "xla" (or "interpret", the kernels interpreted, for tests)'

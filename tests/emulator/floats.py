@@ -17,6 +17,13 @@ def saturate(x):
     return np.where(x > 0, np.minimum(x, f4(1)), f4(0))
 
 
+def extreme(function, a, b):
+    """One of numpy's minima and maxima, but -0 is less than +0: what is equal differs in that sign alone, if at all."""
+    combined = np.bitwise_and if function in (np.fmax, np.maximum) else np.bitwise_or
+    bits = u4 if a.dtype == f4 else np.uint64
+    return np.where(a == b, combined(a.view(bits), b.view(bits)).view(a.dtype), function(a, b))
+
+
 def from_f16(encoded):
     return encoded.view(f2).astype(f4)
 

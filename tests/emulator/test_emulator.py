@@ -260,6 +260,11 @@ def halves(fn, is_bf16):
     return meaning
 
 
+def larger(a, b):
+    """-0 is less than +0."""
+    return (a if not np.signbit(a) else b) if a == b == 0 else np.fmax(a, b)
+
+
 SOME = tuple(bits(x) for x in (252.0, 12582913.0, 0.3, -0.7, 1.5, 1e-3, -7.25, 3.0))
 FLOAT_INSTRUCTIONS = {
     "add.rn.f32 %r10, %r0, %r1;": rounded(lambda a, b, c: a + b),
@@ -270,7 +275,8 @@ FLOAT_INSTRUCTIONS = {
     "{ .reg .f32 t; fma.rn.ftz.f32 t, %r0, %r1, %r2; mov.b32 %r10, t; }": (
         rounded(lambda a, b, c: None if (x := fused(flushed(a), flushed(b), flushed(c))) is None else flushed(x))
     ),
-    "max.f32 %r10, %r0, %r1;": rounded(lambda a, b, c: None if a == b == 0 else np.fmax(a, b)),
+    "max.f32 %r10, %r0, %r1;": rounded(lambda a, b, c: larger(a, b)),
+    "min.f32 %r10, %r0, %r1;": rounded(lambda a, b, c: -larger(-a, -b)),
     "max.f32 %r10, %r0, 0f7FC00000;": rounded(lambda a, b, c: a),
     "min.NaN.f32 %r11, %r0, %r1; setp.nan.f32 %p1, %r11, %r11; selp.b32 %r10, 1, 0, %p1;": (
         lambda a, b, c: int(is_nan(a) or is_nan(b))

@@ -16,6 +16,7 @@ from emulator.errors import Fault
 from emulator.execution import launch
 from emulator.report import Report
 from jflash import machine_code
+from jflash.kernels import Triton
 from jflash.kernels.launch import Launcher
 
 Change = Callable[[str, str], str]  # (a kernel's name, its PTX) -> PTX
@@ -48,15 +49,15 @@ def emulated(gpu: str, change: Change = lambda name, ptx: ptx) -> Iterator[Log]:
     Results must be waited for within it. `change` is applied to the PTX before each launch, for tests of the emulator.
     """
     kind = Mesh(machine_code.devices(gpu), ("device",)).abstract_mesh.abstract_device
-    log, original = Log(gpu, change), Launcher.call
+    log, original, needs_gpu = Log(gpu, change), Launcher.call, Triton.needs_gpu
     _logs.append(log)
-    Launcher.call = _call(original)
+    Launcher.call, Triton.needs_gpu = _call(original), False
     try:
         # Tells jflash the kind of GPU, and JAX not to take what it traced elsewhere.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
             yield log
     finally:
-        Launcher.call = original
+        Launcher.call, Triton.needs_gpu = original, needs_gpu
         _logs.pop()
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from emulator import floats, types
 from emulator.errors import Unknown
-from emulator.floats import flush, from_bf16, from_f16, saturate, to_bf16, to_f16
+from emulator.floats import extreme, flush, from_bf16, from_f16, saturate, to_bf16, to_f16
 from emulator.parser import Instruction
 from emulator.translator import WIDE, Translator, instruction
 
@@ -41,8 +41,11 @@ def function(t: Translator, i: Instruction):
 @instruction("min", "max")
 def minimum(t: Translator, i: Instruction):
     """Of a number and a NaN the number, but for .NaN."""
-    prefix = "f" if types.floating(i.kind) and "NaN" not in i.modifiers else ""
-    _arithmetic(t, i, f"np.{prefix}{i.name}{'' if prefix else 'imum'}({{}}, {{}})")
+    if not types.floating(i.kind):
+        _arithmetic(t, i, f"np.{i.name}imum({{}}, {{}})")
+    else:
+        function = f"np.{i.name}imum" if "NaN" in i.modifiers else f"np.f{i.name}"
+        _arithmetic(t, i, t.call(extreme, function, "{}", "{}"))
 
 
 def _arithmetic(t: Translator, i: Instruction, template: str):
