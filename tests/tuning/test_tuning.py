@@ -22,6 +22,7 @@ from jflash.launch.table import Entry, Key, Launch
 from jflash.machine_code import GPUS
 from jflash.proof.cases import SCORE_FNS
 from jflash.score.score import Score
+from jflash.tile import Rows
 from jflash.tuning import probe, progress, tuner
 from jflash.tuning import tune as tuning
 from jflash.tuning.probe import Bench, Built, Refused
@@ -348,7 +349,8 @@ def arguments(key: Key) -> Inputs:
     q, k = array(heads, key.head_dim), array(kv_heads, key.head_dim)
     bias = jax.ShapeDtypeStruct((1, heads, length, length), jnp.bfloat16) if key.options == "general" else None
     score = jax.eval_shape(lambda q, k, bias: Score.of(q, k, causal=True, bias=bias), q, k, bias)
-    return Inputs(q, k, array(kv_heads, key.v_dim), array(heads, key.v_dim), row, row, score)
+    rows = Rows(None if score.plain else row, row, row)
+    return Inputs(q, k, array(kv_heads, key.v_dim), array(heads, key.v_dim), rows, score)
 
 
 @pytest.fixture
