@@ -22,9 +22,9 @@ SMALL_TILES = BlockSizes(
 )  # so that short sequences have many tiles
 
 
-def essentials(parameters, kept):
-    """Parameters of a test, of which those that are not `kept` are of the whole proof alone."""
-    return [x if kept(x) else pytest.param(x, marks=pytest.mark.whole) for x in parameters]
+def essentials(parameters, kept, several=False):
+    """Parameters of a test, of which those that are not `kept` are of the whole proof alone; `several`: tuples of them."""
+    return [x if kept(x) else pytest.param(*(x if several else [x]), marks=pytest.mark.whole) for x in parameters]
 
 
 def cheapest_that_cover(cases, features):
@@ -41,12 +41,21 @@ FIELDS = {field.name: field.default for field in dataclasses.fields(Case) if fie
 
 
 def options_of(case):
-    """Each option that a case has, alone; masks and biases by their shapes, the rest by being there."""
-    by_value = ("mask", "bias", "mask_fn", "score_fn", "dtype", "values", "segments")
+    """Each option that a case has, alone."""
+    by_value = ("dtype", "score_fn")
     return {(name, getattr(case, name) if name in by_value else None) for name in FIELDS if getattr(case, name) != FIELDS[name]}
 
 
-ESSENTIAL_CASES = cheapest_that_cover(CASES, options_of)
+def fewest_that_cover(cases, features):
+    """The case with the most features first, and then each time the one with the most that none before it has."""
+    chosen, missing = [], set().union(*map(features, cases))
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(features(case) & missing)))
+        missing -= features(chosen[-1])
+    return chosen
+
+
+ESSENTIAL_CASES = fewest_that_cover(CASES, options_of)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ def drawn_cases(draw):
     )
 
 
+@pytest.mark.whole
 @settings(max_examples=8)
 @given(drawn_cases(), st.sampled_from([16, 32]), st.sampled_from([16, 64]))
 @example(Case(7, 100, head_dim=5), 32, 16)  # naive was right by luck: seven rows, all sums of few terms
@@ -120,6 +121,7 @@ def test_permuted_keys_are_the_same_keys(implementation):
         np.testing.assert_allclose(x, y, atol=2e-6, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("implementation", TILED)
 @pytest.mark.parametrize("cut", [1, 16, 40, 74])
 def test_two_parts_merged_by_their_lse_are_the_whole(implementation, cut):

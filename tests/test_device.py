@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import cheapest_that_cover, compiling_quickly, judged, references
+from checks import cheapest_that_cover, compiling_quickly, fewest_that_cover, judged, options_of, references
 from devices import EMULATED, each_device, on
 
 from jflash import BlockSizes
@@ -50,10 +50,12 @@ def features(case):
 
 
 SELECTION = cheapest_that_cover(IN_16_BITS, features)
+ESSENTIAL = fewest_that_cover(SELECTION, options_of)
 
 
 def on_each_device(cases, always):
-    marks = lambda case: () if case in always else [pytest.mark.whole, pytest.mark.table]
+    of_the_table = [pytest.mark.whole, pytest.mark.table]
+    marks = lambda case: of_the_table if case not in always else () if case in ESSENTIAL else [pytest.mark.whole]
     return [x for case in cases for x in each_device(case, id=case.name, group=case.name, marks=marks(case))]
 
 

@@ -125,7 +125,7 @@ def few_values():
 
 
 @pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize("scale", [3e38, -3e38, 2.0**126, 1e30, -1e20, 2e9])
+@pytest.mark.parametrize("scale", essentials([3e38, -3e38, 2.0**126, 1e30, -1e20, 2e9], lambda scale: abs(scale) > 2e38))
 def test_a_scale_up_to_the_largest_float(scale, implementation):
     q, k = few_values()
     scale = float(np.float32(scale))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, TILED, normal
+from checks import SMALL_TILES, TILED, essentials, normal
 from jax.test_util import check_grads
 
 from jflash import attention, merge
@@ -29,7 +29,7 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize("cuts", [(), (17,), (3, 17, 36)], ids=str)
+@pytest.mark.parametrize("cuts", essentials([(), (17,), (3, 17, 36)], lambda cuts: len(cuts) == 1), ids=str)
 def test_any_parts_of_the_keys_are_the_whole(cuts, implementation):
     attend = functools.partial(attention, return_lse=True, implementation=implementation, block_sizes=SMALL_TILES)
 

@@ -64,7 +64,7 @@ SETS = sets_that_cover_all_pairs(5)
 
 
 @pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize("names", essentials(SETS, SETS[::4].__contains__), ids=" ".join)
+@pytest.mark.parametrize("names", essentials(SETS, SETS[:2].__contains__), ids=" ".join)
 def test_every_pair_of_options(names, implementation):
     check(switched_on(*names), implementation=implementation, block_sizes=SMALL_TILES)
 
@@ -144,6 +144,7 @@ def assert_same(got, expected, **tolerance):
 EVERYWHERE = pytest.mark.parametrize("implementation", ["naive", *TILED])
 
 
+@pytest.mark.whole
 @EVERYWHERE
 @pytest.mark.parametrize(
     "options",
@@ -248,6 +249,7 @@ def test_what_nobody_sees_reaches_nobody(implementation, poison, how):
         assert not np.asarray(getattr(poisoned, name))[:, hidden].any()
 
 
+@pytest.mark.whole
 @EVERYWHERE
 @pytest.mark.parametrize("how", ["bias", "score_fn"])
 def test_minus_infinity_hides_what_is_finite_as_a_mask_does(implementation, how):

@@ -10,7 +10,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, TILED, needs_compiler, normal
+from checks import SMALL_TILES, TILED, essentials, needs_compiler, normal
 from jax import export
 from jax.sharding import Mesh
 
@@ -101,18 +101,22 @@ NESTED = {
 
 @pytest.mark.parametrize(
     ("options", "mapped", "implementation"),
-    [
-        ("", "q do", "xla"),
-        ("", "k v", "interpret"),
-        ("bias", "bias", "xla"),
-        ("bias", "q k do", "interpret"),
-        ("sinks slopes", "sinks slopes", "xla"),
-        ("mask segment_ids", "mask", "interpret"),
-        ("kv_lengths q_offset", "q_offset", "xla"),
-        ("dropout_key", "dropout_key", "xla"),
-        ("everything", "everything", "xla"),
-        ("everything", "everything", "interpret"),
-    ],
+    essentials(
+        [
+            ("", "q do", "xla"),
+            ("", "k v", "interpret"),
+            ("bias", "bias", "xla"),
+            ("bias", "q k do", "interpret"),
+            ("sinks slopes", "sinks slopes", "xla"),
+            ("mask segment_ids", "mask", "interpret"),
+            ("kv_lengths q_offset", "q_offset", "xla"),
+            ("dropout_key", "dropout_key", "xla"),
+            ("everything", "everything", "xla"),
+            ("everything", "everything", "interpret"),
+        ],
+        lambda call: call[0] == "everything",
+        several=True,
+    ),
 )
 def test_vmap_over_any_arguments_is_a_loop(options, mapped, implementation):
     batched = everything(2)
@@ -328,6 +332,7 @@ def padded(q, k, v, lengths, bias, implementation=None):
     return attention(q, k, v, kv_lengths=lengths, bias=bias, causal=True, implementation=implementation)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_exported_for_a_cpu_with_an_open_batch(implementation):
     fn = functools.partial(padded, implementation=implementation)

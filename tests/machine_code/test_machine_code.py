@@ -68,7 +68,7 @@ def defaults():
     for gpu, of_bits in WIDTHS_WITHOUT_SPILLS.items():
         for dtype, widths in zip((jnp.bfloat16, jnp.float32), of_bits, strict=True):
             for head_dim in widths:
-                essential = gpu == "h100" and dtype == jnp.bfloat16 and head_dim in BUSY
+                essential = gpu == "h100" and dtype == jnp.bfloat16 and head_dim == 64
                 marks = () if essential else [pytest.mark.whole]
                 yield pytest.param(gpu, dtype, head_dim, id=f"{gpu} {dtype.__name__} {head_dim}", marks=marks)
 

@@ -48,11 +48,13 @@ def outputs(case: Case, check_vma: bool, **how) -> accuracy.Outputs:
     return jax.jit(functools.partial(accuracy.outputs, fn))(*inputs, **parameters)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("implementation", "check_vma"), [("xla", False), ("interpret", True), (None, True)])
 def test_everything_at_once(implementation, check_vma):
     judged(EVERYTHING, outputs(EVERYTHING, check_vma, implementation=implementation, block_sizes=SMALL_TILES))
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(bool(machine_code.missing_wheels()), reason="not installed: the compiler for GPUs")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_kernels_on_eight_h100s(check_vma):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, needs_compiler, normal, references
+from checks import SMALL_TILES, essentials, needs_compiler, normal, references
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -73,8 +73,12 @@ def spec_of(name: str, x) -> P:
 
 @pytest.mark.parametrize(
     ("case", "mode", "implementation"),
-    [(case, mode, "xla") for case in (APART, SHARED) for mode in MODES]
-    + [(APART, "shardy", "interpret"), (SHARED, "explicit", "interpret")],
+    essentials(
+        [(case, mode, "xla") for case in (APART, SHARED) for mode in MODES]
+        + [(APART, "shardy", "interpret"), (SHARED, "explicit", "interpret")],
+        [(APART, "shardy", "xla"), (SHARED, "explicit", "xla")].__contains__,
+        several=True,
+    ),
     ids=lambda value: {APART: "apart", SHARED: "shared"}.get(value, value) if isinstance(value, Case) else value,
 )
 def test_sharded_over_batch_and_heads(case, mode, implementation):

@@ -102,6 +102,7 @@ def inputs():
     return normal(2, 70, 2, 16), normal(2, 70, 2, 16, seed=1), normal(2, 70, 2, 16, seed=2)
 
 
+@pytest.mark.whole
 def test_tile_sizes_devices_and_directions_keep_the_same():
     """The gradient of the sum of o by v is how often, and how much, each key was kept: the mask itself, where v is 1 wide."""
     q, k, _ = inputs()
