@@ -169,6 +169,7 @@ def heads(*batch, q_len=LENGTH, kv_len=LENGTH, dtype=jnp.float32):
 PAIRS = (HEADS, 5, 7)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3), (2, 1, 3), (0, 2)])
 @pytest.mark.parametrize("lead", [None, "full", "ones", "last", "first"])
 def test_any_number_of_batch_dimensions(batch, lead):

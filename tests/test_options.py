@@ -179,6 +179,7 @@ def test_a_mask_and_a_bias_that_say_the_same_agree(implementation):
     assert_same(biased, masked, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.whole
 @EVERYWHERE
 @pytest.mark.parametrize(
     ("options", "sinks"),

@@ -64,6 +64,7 @@ def test_passes_are_counted():
 # -------------------------------------------------------------------------------------------------------- tiling
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 1e-6), (jnp.float16, 2**-11), (jnp.bfloat16, 2**-8)])
 @pytest.mark.parametrize("blocks", [NAIVE, TILED], ids=str)
 @pytest.mark.parametrize("shape", [(32, 64, 16), (64, 128, 48)])
