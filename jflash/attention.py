@@ -82,8 +82,10 @@ def attention(
         0 1 1 1 0         1 1 1 0 0          0 0 0 0 0         1 0 1 0 1
 
     All given conditions hold together. A query that sees no key gives o = 0, lse = -inf (or its sink) and zero
-    gradients. What no query sees may hold anything, NaN included. Logits may be as large as the largest float32; only where
-    nothing but the scale is applied to q·k, the gradient of a query whose logits pass 4e7 may vanish in the GPU kernels.
+    gradients. What no query sees may hold anything, NaN included. Logits may be as large as the largest float32. Past 1e7 the
+    backward, which computes them anew, may round them otherwise than the forward did, by more than an exponential reaches:
+    the gradient of such a query may vanish then, but stays finite. Where sums of products are exact, or a bias or a mask of
+    finfo.min outweighs them, it does not; but in GPU kernels with nothing but a scale it may where keys share the largest.
 
     The logit of a pair is built in this order: `scale` · q·k, `softcap`, plus `bias`, `score_fn`, then visibility. In
     shapes below, heads and lengths are those of q and k; inputs without batch leave `batch` out everywhere.
