@@ -21,8 +21,9 @@ HUGE_EXPONENT = 2.0**30
 # exceeds one. See one_number().
 COARSE_LSE = 2.0**26
 
-# Where a row's largest logit, in base-2 units, passes this, float32 holds logits 2**17 and more apart. See top_of().
-NOISY_EXPONENT = 2.0**40
+# Where floats of the size of a row's largest logit, in base-2 units, lie as far apart as this: in float32 past 2**40. See
+# top_of().
+NOISY_ULP = 2.0**17
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -57,11 +58,12 @@ def top_of(m: Array, slope: float) -> Array:
     """From where on a logit of the backward counts as the row's largest, m.
 
     The backward computes logits anew, and may round them otherwise: by another order of sums, or by a fused multiply-add.
-    Past NOISY_EXPONENT that is more than any exponent reaches, and the largest would be lost, so what lies within a few
+    Past NOISY_ULP that is more than any exponent reaches, and the largest would be lost, so what lies within a few
     units of its last place is the largest.
     """
-    lower = jnp.maximum(m - jnp.abs(m) * 2.0**-22, -LARGEST)
-    return jnp.where(jnp.abs(m) < NOISY_EXPONENT / slope, m, lower)
+    limits = jnp.finfo(m.dtype)
+    lower = jnp.maximum(m - jnp.abs(m) * (2 * float(limits.eps)), float(limits.min))
+    return jnp.where(jnp.abs(m) < NOISY_ULP / float(limits.eps) / slope, m, lower)
 
 
 def one_number(m: Array, log2l: Array, slope: float) -> Array:
