@@ -126,6 +126,16 @@ def test_every_option(made, wanted, setting, implementation):
     assert_close(jax.tree.map(np.asarray, outputs(made, implementation, **ALL)), wanted)
 
 
+@EVERYWHERE
+def test_no_tracer_is_kept(implementation):
+    """Of a shape that nothing else has: a program that JAX remembers is not looked at for leaks again."""
+    q, mapped = normal(1, 23, 2, 8), normal(3, 1, 23, 2, 8)
+    fn = lambda q: attention(q, q, q, causal=True, implementation=implementation).sum()
+    with jax.checking_leaks():
+        jax.grad(fn)(q)
+        jax.jit(jax.vmap(jax.grad(fn)))(mapped)
+
+
 ALONE = (
     {},
     {"causal": True},

@@ -63,7 +63,7 @@ def _batchable(call: Call):
     """The call with its rule for jax.vmap, which keeps unmapped arrays as they are: each engine maps itself over the rest."""
     context = jax.sharding.get_abstract_mesh()
     bind = functools.partial(attend_p.bind, call=call)
-    call_one = custom_vmap(functools.partial(_partitioned, call, context) if _compiler_may_cut(context) else bind)
+    call_one = custom_vmap(_partitioned(call, context, bind) if _compiler_may_cut(context) else bind)
 
     @call_one.def_vmap
     def rule(axis_size: int, mapped: list[bool], *arrays: Array):
@@ -86,9 +86,14 @@ def _compiler_may_cut(mesh: AbstractMesh) -> bool:
     return bool(rest)
 
 
-@functools.partial(custom_partitioning, static_argnums=(0, 1))
-def _partitioned(call: Call, context: AbstractMesh, *arrays):
-    return attend_p.bind(*arrays, call=call)
+def _partitioned(call: Call, context: AbstractMesh, bind):
+    """bind with its rules for the compiler. They close over the call: JAX keeps tracers in place of static arguments."""
+    of_this = lambda rule: functools.partial(rule, call, context)
+    partitioned = custom_partitioning(bind)
+    partitioned.def_partition(
+        of_this(_partition), infer_sharding_from_operands=of_this(_infer), sharding_rule=of_this(_sharding_rule)
+    )
+    return partitioned
 
 
 def _sharding_rule(call: Call, context: AbstractMesh, mesh: Mesh, arguments, results) -> str:
@@ -128,9 +133,6 @@ def _partition(call: Call, context: AbstractMesh, mesh: Mesh, arguments, results
     cut = _cut(call, names, arguments)
     sharded = lambda dims: [NamedSharding(names, cut.spec(text)) for text in dims]
     return names, functools.partial(_part, call, cut, names), sharded(call.result_dims), tuple(sharded(call.dims))
-
-
-_partitioned.def_partition(_partition, infer_sharding_from_operands=_infer, sharding_rule=_sharding_rule)
 
 
 def _part(call: Call, cut: Cut, mesh: Mesh | AbstractMesh, *arrays: Array) -> list[Array]:
