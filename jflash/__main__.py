@@ -52,12 +52,12 @@ def check(case: Case, implementation: str | None) -> bool:
 
 def measure(case: Case, arrays, implementation: str | None) -> tuple[accuracy.Outputs, float, int]:
     """(outputs, seconds of the fastest of a few runs, bytes of temporary memory) of forward and backward."""
-    compiled, arguments, parameters = accuracy.program(case, arrays, implementation=implementation)
-    got = jax.block_until_ready(compiled(*arguments, **parameters))
+    compiled, arguments = accuracy.program(case, arrays, implementation=implementation)
+    got = jax.block_until_ready(compiled(*arguments))
     seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments, **parameters))
+        jax.block_until_ready(compiled(*arguments))
         seconds.append(time.perf_counter() - start)
     memory = compiled.memory_analysis()
     return got, min(seconds), memory.temp_size_in_bytes if memory else 0

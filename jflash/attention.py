@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jflash import kernels
+from jflash.derivatives import Engine, attend
 from jflash.kernels import Triton
 from jflash.launch import gpu
 from jflash.launch.blocks import BlockSizes, Options
@@ -22,7 +23,6 @@ from jflash.reference.online import unseen
 from jflash.score import arguments, redefined
 from jflash.score.arguments import MaskFn, ScoreFn
 from jflash.score.score import Score
-from jflash.vjp import Engine, attend
 
 IMPLEMENTATIONS = ("triton", "xla", "naive", "interpret")
 
@@ -150,9 +150,11 @@ def attention(
       precision: of the matrix products, as in `jnp.einsum`, with the same default.
       block_sizes: tile sizes, see BlockSizes; chosen by jflash where not given.
       implementation: "triton" (the Pallas kernels; NVIDIA GPUs of compute capability 8.0 and newer), "xla" (online
-        softmax in plain JAX), "naive" (dense, any derivative), or "interpret" (the kernels, interpreted: for tests).
+        softmax in plain JAX), "naive" (dense), or "interpret" (the kernels, interpreted: for tests).
         None takes the kernels where the program is lowered for an NVIDIA GPU that supports them and "xla" elsewhere.
-        All but "naive" support reverse mode only, once.
+        All have the derivatives of first and second order in all inputs that have gradients, in linear memory but for
+        "naive": jax.grad, jax.jvp and each of the other, but not jax.jvp of jax.jvp. That, and third derivatives, are a
+        TypeError for all but "naive".
 
     Returns:
       o `[batch, q_len, heads, v_dim]` with q's dtype, without batch where q has none; with return_lse also lse

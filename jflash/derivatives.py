@@ -1,54 +1,254 @@
-"""What has a gradient, once and in reverse mode, and says so when asked for more."""
+"""How attention and its derivatives are joined: the saved norm is all that they need of the forward's softmax.
+
+Four functions of an engine, each one pass over the tiles, make up every derivative of first and second order. With x all
+inputs that have tangents, J the Jacobian of (o, lse), and H(do, dlse) the Hessian of <do, o> + <dlse, lse>, both by x:
+
+    forward            o, norm
+    tangent            J · xt                              jax.jvp
+    backward           Jᵀ · (do, dlse)                     jax.grad: the transposed tangent
+    backward_tangent   H(do, dlse) · xt + Jᵀ · (dot, dlset)   jax.jvp of jax.grad; since H is symmetric, also jax.grad of
+                                                           jax.grad and jax.grad of jax.jvp
+
+What is left out is the second derivative of o itself, forward over forward, and all of third order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
-INSTEAD = 'give implementation="naive", which has every derivative'
-
-
-def once(fn: Callable) -> Callable:
-    """fn, the derivative of which is an error: it is itself the derivative of something, or has one of its own."""
-
-    @jax.custom_jvp
-    def undifferentiated(*arguments):
-        return fn(*arguments)
-
-    @undifferentiated.defjvp
-    def jvp(primals, tangents):
-        raise TypeError(f"jflash.attention has no second derivatives: {INSTEAD}")
-
-    return undifferentiated
+from jflash import varying
+from jflash.linear import Map, linear, missing
+from jflash.score.score import WITH_GRADIENTS, Score
+from jflash.shapes import K, O, PerQuery, Q, V
+from jflash.tile import Norm
 
 
-def reverse_mode_only(arrays: Any) -> Any:
-    """The same arrays. Their tangents can be transposed but not computed, as reverse mode does and forward mode does not."""
-    return jax.tree.map(lambda x: _reverse_mode_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays)
+class Tangents(NamedTuple):
+    """The tangents of what a derivative is computed from; None where one is zero."""
+
+    q: Any
+    k: Any
+    v: Any
+    score: Score  # of its floating-point leaves
+    o: Any = None
+    lse: Any = None
+    do: Any = None
+    dlse: Any = None
 
 
-@jax.custom_jvp
-def _reverse_mode_only(x):
-    return x
+@runtime_checkable  # for the tests, see shapes.py
+class Engine(Protocol):
+    """Something that computes attention and its derivatives. Hashable: it is a static argument."""
+
+    def for_parts(self) -> Engine:
+        """The same engine, but o, dq, dk and dv stay in the dtype that they are summed in, float32 (float64 for float64).
+
+        For one who sums them over several calls, each with a part of the keys: that rounds once, at the end.
+        """
+        ...
+
+    def result_dtype(self, dtype: Any) -> Any:
+        """The dtype of o, dq, dk and dv where q has `dtype`."""
+        ...
+
+    def forward(self, q: Q, k: K, v: V, score: Score, /) -> tuple[O, Norm]:
+        """(o, norm)"""
+        ...
+
+    def backward(
+        self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery, /
+    ) -> tuple[Q | None, K | None, V | None, Score]:
+        """(dq, dk, dv, dscore): dscore holds the gradients of the Score's floating-point leaves, and no others.
+
+        Those of Score.unasked may be None.
+        """
+        ...
+
+    def tangent(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, tangents: Tangents, /) -> tuple[O, PerQuery]:
+        """The tangents of (o, lse) from those of q, k, v and the score."""
+        ...
+
+    def backward_tangent(
+        self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery, tangents: Tangents, /
+    ) -> tuple[Q | None, K | None, V | None, Score]:
+        """The tangents of what backward() gives. Those of o and lse follow from those of q, k, v and the score."""
+        ...
 
 
-@_reverse_mode_only.defjvp
-def _jvp(primals, tangents):
-    return primals[0], _tangent_p.bind(tangents[0])
+def attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
+    """(o, lse), both differentiable in q, k, v and the floating-point leaves of the score."""
+    return attend_jitted(engine, *varying.alike(q, k, v, score))
 
 
-def _refuse(*_, **__):
-    raise TypeError(f"jflash.attention has no forward-mode derivatives (jax.jvp, jax.jacfwd, jax.linearize): {INSTEAD}")
+@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles once, not operation by operation
+def attend_jitted(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
+    o, norm = _attend(engine, q, k, v, score)
+    return o, norm.lse(score.unit)
 
 
-_tangent_p = Primitive("jflash_tangent")
-_tangent_p.def_abstract_eval(lambda tangent: tangent)
-_tangent_p.def_impl(_refuse)
-ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
-batching.defvectorized(_tangent_p)
-mlir.register_lowering(_tangent_p, _refuse)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
+    return engine.forward(q, k, v, score)
+
+
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(engine: Engine, primals, tangents):
+    o, norm = named_for_checkpoint(*_attend(engine, *primals))
+    # Where a row is measured from is nobody's business: all of lse's tangent is that of log_l.
+    ot, lset = SymbolicZero(_tangent_type(o)), SymbolicZero(_tangent_type(norm.log_l))
+    there = _there(tangents)
+    if jax.tree.leaves(there):
+        ot, lset = linear(_Tangent(engine), (*primals, o, norm), there)
+    return (o, norm), (ot, Norm(SymbolicZero(_tangent_type(norm.m)), lset))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(engine: Engine, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery) -> tuple:
+    """The gradients of q, k, v and the score, None where nobody asks for one. o and norm are those of the other arguments."""
+    return _asked_for(score, engine.backward(q, k, v, score, o, norm, do, dlse))
+
+
+@functools.partial(_backward.defjvp, symbolic_zeros=True)
+def _backward_jvp(engine: Engine, primals, tangents):
+    gradients, there = _backward(engine, *primals), _there(tangents)
+    if jax.tree.leaves(there):
+        return gradients, linear(_BackwardTangent(engine), primals, there)
+    return gradients, jax.tree.map(lambda x: SymbolicZero(_tangent_type(x)), gradients)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangent:
+    """J, from the tangents of (q, k, v, score) to those of (o, lse). Residuals: (q, k, v, score, o, norm)."""
+
+    engine: Engine
+
+    def like(self, residuals):
+        *_, o, norm = residuals
+        return o, norm.log_l
+
+    def apply(self, residuals, tangents):
+        q, k, v, score, o, norm = residuals
+        return self.engine.tangent(q, k, v, score, o, norm, Tangents(*tangents))
+
+    def transpose(self, residuals, cotangents, asked):
+        q, k, v, score, o, norm = residuals
+        return _backward(self.engine, q, k, v, _asking(score, asked), o, norm, *cotangents)
+
+    def derivative(self, residuals, tangents, results):
+        return _Curvature(self.engine), (residuals, tangents, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BackwardTangent:
+    """From the tangents of _backward's arguments, which are its residuals, to those of the gradients.
+
+    Those of o and norm come along for what they save; they follow from the others, so transposed nothing goes to them.
+    """
+
+    engine: Engine
+
+    def like(self, residuals):
+        q, k, v, score, *_ = residuals
+        return _asked_for(score, (q, k, v, score.replace(args=score.floating_args)))
+
+    def apply(self, residuals, tangents):
+        q, k, v, score, o, norm, do, dlse = residuals
+        *xt, ot, norm_t, dot, dlset = tangents
+        moving = Tangents(*xt, o=ot, lse=norm_t.log_l, do=dot, dlse=dlset)
+        return _asked_for(score, self.engine.backward_tangent(q, k, v, score, o, norm, do, dlse, moving))
+
+    def transpose(self, residuals, cotangents, asked):
+        q, k, v, score, o, norm, do, dlse = residuals
+        ot, lset = linear(_Tangent(self.engine), (q, k, v, score.replace(unasked=()), o, norm), cotangents)
+        gradients = None, None, None, score.only()
+        if jax.tree.leaves(asked[:4]):
+            residuals = q, k, v, _asking(score, asked), o, norm, do, dlse
+            gradients = linear(_BackwardTangent(self.engine), residuals, (*cotangents, ot, Norm(None, lset), None, None))
+        return *gradients, None, Norm(None, None), ot, lset
+
+    def derivative(self, residuals, tangents, results):
+        return _Refused("third derivatives", self), residuals
+
+
+@dataclasses.dataclass(frozen=True)
+class _Curvature:
+    """The second derivative of (o, lse) by x, in two directions: xt, and that of the residuals' tangents.
+
+    Residuals: (_Tangent's residuals, xt, _Tangent's results). There is no kernel for it, but for its product with cotangents.
+    """
+
+    engine: Engine
+
+    def like(self, residuals):
+        return _Tangent(self.engine).like(residuals[0])
+
+    def apply(self, residuals, tangents):
+        return missing(_message("forward mode over forward mode (jax.jvp of jax.jvp)"), self.like(residuals))
+
+    def transpose(self, residuals, cotangents, asked):
+        (q, k, v, score, o, norm), xt, (ot, lset) = residuals
+        residuals = q, k, v, _asking(score, asked), o, norm, *cotangents
+        gradients = linear(_BackwardTangent(self.engine), residuals, (*xt, ot, Norm(None, lset), None, None))
+        return *gradients, None, Norm(None, None)
+
+    def derivative(self, residuals, tangents, results):
+        return _Refused("third derivatives", self), residuals
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refused:
+    """A derivative that is not there. That it is mentioned is no error, for much of what is mentioned nobody computes."""
+
+    what: str
+    of: Map
+
+    def like(self, residuals):
+        return self.of.like(residuals)
+
+    def apply(self, residuals, tangents):
+        return missing(_message(self.what), self.like(residuals))
+
+    def transpose(self, residuals, cotangents, asked):
+        raise TypeError(_message(self.what))
+
+    def derivative(self, residuals, tangents, results):
+        return self, residuals
+
+
+def _message(what: str) -> str:
+    return f'jflash.attention does not have {what}: give implementation="naive", which has every derivative'
+
+
+def named_for_checkpoint(o: O, norm: Norm) -> tuple[O, Norm]:
+    """Named, so that a jax.checkpoint policy can keep them: save_only_these_names("jflash_o", "jflash_lse")."""
+    return checkpoint_name(o, "jflash_o"), checkpoint_name(norm, "jflash_lse")
+
+
+def _there(tangents: Any) -> Any:
+    """The tree with None in place of tangents that are zero."""
+    q, k, v, score, *rest = jax.tree.map(lambda t: None if isinstance(t, SymbolicZero) else t, tangents)
+    return q, k, v, score.replace(unasked=()), *rest
+
+
+def _tangent_type(x: Any) -> Any:
+    return jax.typeof(x).to_tangent_aval()
+
+
+def _asking(score: Score, asked: Any) -> Score:
+    """`score` with what of (q, k, v, score, ...) is not in the tree `asked`, as Score.unasked."""
+    q, k, v, dscore, *_ = asked
+    of = {"q": q, "k": k, "v": v} | {name: getattr(dscore, name) for name in WITH_GRADIENTS}
+    return score.replace(unasked=tuple(name for name, x in of.items() if not jax.tree.leaves(x)))
+
+
+def _asked_for(score: Score, gradients: tuple) -> tuple:
+    """(dq, dk, dv, dscore) without those that nobody asks for."""
+    q, k, v, dscore = gradients
+    dq, dk, dv = (None if name in score.unasked else x for name, x in zip("qkv", (q, k, v), strict=True))
+    return dq, dk, dv, dscore.replace(unasked=()).only(*(name for name in WITH_GRADIENTS if name not in score.unasked))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,10 @@ class Arithmetic:
         """p · x for each chunk x, p rounded to the chunk's dtype first."""
         return tuple(self.dot(p.astype(x.dtype), x, (1, 0)) for x in chunks)
 
+    def add_product(self, total: tuple[Array, ...], p: Array, chunks: tuple[Array, ...] | None) -> tuple[Array, ...]:
+        """total + combine(p, chunks); None stands for zero."""
+        return total if chunks is None else add(total, self.combine(p, chunks))
+
     def exp2(self, x: Array, slope: Array | float, intercept: Array) -> Array:
         """exp2(slope * x - intercept), elementwise with broadcasting."""
         return jnp.exp2(x * slope - intercept)
@@ -130,6 +135,21 @@ class Arithmetic:
 
 def add(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
     return jax.tree.map(jnp.add, xs, ys)
+
+
+def jvp(fn: Callable, primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    """jax.jvp, in which None stands for a tangent of zero and costs nothing; so it does for that of the result."""
+    leaves, tree = jax.tree.flatten(primals)
+    flat = tree.flatten_up_to(tangents)
+    moving = [n for n, t in enumerate(flat) if t is not None]
+
+    def of_moving(*xs):
+        its = dict(zip(moving, xs, strict=True))
+        return fn(*tree.unflatten([its.get(n, x) for n, x in enumerate(leaves)]))
+
+    if not moving:
+        return fn(*primals), None
+    return jax.jvp(of_moving, [leaves[n] for n in moving], [flat[n] for n in moving])
 
 
 def known(*xs) -> bool:

@@ -70,6 +70,33 @@ def compiling_quickly():
 
 
 @functools.cache
+def tangent_references(case):
+    """(naive's tangents, (outputs, tangents) in float64)"""
+    arrays = case.arrays()
+    with compiling_quickly():
+        _, naive = accuracy.run(case, arrays, implementation="naive", tangents=True)
+        return naive, accuracy.exact(case, arrays, tangents=True)
+
+
+def check_tangents(case, **how):
+    """The same as check() of the tangents of the outputs, and of the gradients."""
+    with contextlib.nullcontext() if how.get("implementation") in (None, "xla") else compiling_quickly():
+        _, got = accuracy.run(case, case.arrays(), tangents=True, **how)
+    return judged_tangents(case, got)
+
+
+def judged_tangents(case, got):
+    naive, x64 = tangent_references(case)
+    for verdict in accuracy.tangent_verdicts(case, case.arrays(), got, naive, x64):
+        assert verdict.agrees, verdict
+    empty = ~np.isfinite(x64[0].lse)
+    for x in (got.o, got.dq):
+        assert not np.asarray(x, np.float32).swapaxes(1, 2)[empty].any(), "nothing moves in a row that sees nothing"
+    assert not np.asarray(got.lse)[empty].any()
+    return got
+
+
+@functools.cache
 def references(case):
     arrays = case.arrays()
     with compiling_quickly():

@@ -19,12 +19,12 @@ FLOORS = (
     "kernels",
     "reference",
     "merge",
-    "vjp",
+    "derivatives",
     "tile",
     "launch",
     "score",
-    "machine_code derivatives varying",
-    "numerics shapes",
+    "machine_code linear",
+    "numerics shapes varying",
 )
 FLOOR = {room: n for n, rooms in enumerate(FLOORS) for room in rooms.split()}
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]  # that one shows what is there

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jflash import tile
-from jflash.kernels.delta import rows_of
+from jflash.derivatives import Tangents
+from jflash.kernels.delta import row_tangents_of, rows_of
 from jflash.kernels.dkv import PARTS, dkv
 from jflash.kernels.dq import dq
 from jflash.kernels.dscore import dargs, dbias
 from jflash.kernels.forward import forward
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
+from jflash.kernels.tangent import tangent
 from jflash.launch import blocks
 from jflash.launch import table as launch_table
 from jflash.launch.blocks import DEFAULTS, BlockSizes
@@ -22,8 +24,8 @@ from jflash.launch.table import Entry, Key
 from jflash.numerics import result_dtype
 from jflash.score import ranges
 from jflash.score.score import Score
-from jflash.shapes import K, O, PerQuery, Q, V
-from jflash.tile import Norm
+from jflash.shapes import K, O, PerHead, PerQuery, Q, V
+from jflash.tile import Norm, Rows, RowTangents
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 LARGEST_HEAD_DIM = 256
@@ -62,26 +64,48 @@ class Triton:
         launcher = self.launcher("forward", q, v, score)
         return forward(q, k, v, with_visits("forward", self.prepared(score, q, k, v), launcher), launcher)
 
+    def tangent(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, tangents: Tangents) -> tuple[O, PerQuery]:
+        start = None if score.sinks is None else tile.sinks_tangent(norm, tangents.score.sinks, score)
+        launcher = self.launcher("tangent", q, v, score)
+        moving = _moving(tangents)
+        score = self.prepared(score.replace(sinks=None), *_there(q, k, v, *moving[:3]))
+        inputs = Inputs(q, k, v, None, Rows(None, None), with_visits("tangent", score, launcher), moving)
+        return tangent(inputs, o, norm, start, launcher)
+
     def backward(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
         rows = rows_of(o, do, norm, dlse, score, self.launcher("delta", q, v, score))
-        dscore = score.only()
-        if score.sinks is not None:
-            dscore = dscore.replace(sinks=tile.sinks_cotangent(norm, rows.delta, score))
-        score = self.prepared(score.replace(sinks=None), q, k, v)
+        sinks = None if score.sinks is None else tile.sinks_cotangent(norm, rows.delta, score)
+        return self._gradients(Inputs(q, k, v, do, rows, score), sinks)
 
+    def backward_tangent(
+        self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery, tangents: Tangents
+    ) -> tuple[Q, K, V, Score]:
+        launcher = self.launcher("delta", q, v, score)
+        rows, rows_t = rows_of(o, do, norm, dlse, score, launcher), row_tangents_of(o, do, norm, tangents, launcher)
+        sinks = None
+        if score.sinks is not None:
+            sinks = tile.sinks_cotangent_tangent(norm, rows.delta, score, tangents.score.sinks, rows_t)
+        moving = _moving(tangents)._replace(rows=rows_t)
+        return self._gradients(Inputs(q, k, v, do, rows, score, moving), sinks)
+
+    def _gradients(self, inputs: Inputs, sinks: PerHead | None) -> tuple[Q, K, V, Score]:
+        """(dq, dk, dv, dscore), or their tangents where the inputs move; that of the sinks is known."""
+        q, k, v, _, _, score, moving = inputs
+        dscore = score.only().replace(sinks=sinks)
+        score = self.prepared(score.replace(sinks=None), *_there(q, k, v, *(moving or ())[:3]))
         grads: dict[str, Array] = {}
-        for kernel in used(q, v, score)[2:]:  # behind forward and delta
-            launcher = self.launcher(kernel, q, v, score)
-            inputs = Inputs(q, k, v, do, rows, with_visits(kernel, score, launcher))
+        for kernel in used(q, v, score, inputs.suffix)[2:]:  # behind forward and delta
+            launcher = self.launcher(kernel + inputs.suffix, q, v, score)
+            its = inputs._replace(score=with_visits(kernel, score, launcher))
             if kernel in PARTS:
-                grads |= dkv(inputs, launcher, kernel)
+                grads |= dkv(its, launcher, kernel)
             elif kernel == "dq":
-                grads["dq"] = dq(inputs, launcher)
+                grads["dq"] = dq(its, launcher)
             elif kernel == "dscore":
                 if score.bias is not None:
-                    dscore = dscore.replace(bias=dbias(inputs, launcher))
+                    dscore = dscore.replace(bias=dbias(its, launcher))
                 if any(score.differentiable_args):
-                    dscore = dscore.replace(args=dargs(inputs, launcher))
+                    dscore = dscore.replace(args=dargs(its, launcher))
         return grads["dq"], grads["dk"], grads["dv"], dscore
 
     def launcher(self, kernel: str, q: Q, v: V, score: Score) -> Launcher:
@@ -91,18 +115,28 @@ class Triton:
         """How a kernel is launched, and why so."""
         return self.blocks.over(blocks.default(key_of(kernel, q, v, score)))
 
-    def prepared(self, score: Score, q: Q, k: K, v: V) -> Score:
+    def prepared(self, score: Score, q: Q, k: K, v: V, *tangents: Array) -> Score:
         """`score` with what the kernels need besides: what is reached, and a mask that Pallas reads right.
 
         Pallas computes offsets in 32 bits up to 2**32 bytes, which is not enough for bytes from 2**31 on: two for each
         then. And in its interpreter the bools of a ref are integers, but those from beyond its end are not.
         """
-        score = ranges.with_reach(score, q, k, v)
+        score = ranges.with_reach(score, q, k, v, *tangents)
         if score.mask is None:
             return score
         if 2**31 <= score.mask.size <= 2**32:
             return score.replace(mask=score.mask.astype(jnp.int16))
         return score.replace(mask=score.mask.astype(jnp.int8)) if self.interpret else score
+
+
+def _moving(tangents: Tangents) -> Inputs:
+    """The tangents as Inputs; what they say of rows is yet to be known."""
+    score = tangents.score.replace(sinks=None)
+    return Inputs(tangents.q, tangents.k, tangents.v, tangents.do, RowTangents(), score)
+
+
+def _there(*arrays: Array | None) -> list[Array]:
+    return [x for x in arrays if x is not None]
 
 
 def key_of(kernel: str, q: Q, v: V, score: Score) -> Key:
@@ -111,10 +145,10 @@ def key_of(kernel: str, q: Q, v: V, score: Score) -> Key:
     return Key(kernel, 8 * q.dtype.itemsize, q.shape[-1], v.shape[-1], score.options_class, *lengths)
 
 
-def used(q: Q, v: V, score: Score) -> tuple[str, ...]:
-    """The kernels that attention and its gradient launch, in their order."""
+def used(q: Q, v: V, score: Score, suffix: str = "") -> tuple[str, ...]:
+    """The kernels that attention and its gradient launch, in their order; or its gradient's tangent, by their `suffix`."""
     of_arrays = ("dscore",) if score.bias is not None or any(score.differentiable_args) else ()
-    return "forward", "delta", *blocks.kernels_of_keys(key_of("dkv", q, v, score)), "dq", *of_arrays
+    return "forward", "delta", *blocks.kernels_of_keys(key_of(f"dkv{suffix}", q, v, score)), "dq", *of_arrays
 
 
 def with_visits(kernel: str, score: Score, launcher: Launcher) -> Score:

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jflash import numerics, tile
 from jflash.kernels import memory
-from jflash.kernels.inputs import Inputs
+from jflash.kernels.inputs import Inputs, Loader, Widths, terms
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Matrix, Place
 from jflash.score import ranges
@@ -26,46 +25,41 @@ PARTS = {"dkv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",)}  # what the kernels 
 
 
 def dkv(inputs: Inputs, launcher: Launcher, kernel: str = "dkv") -> dict[str, Array]:
-    """{"dk": dk, "dv": dv}, shaped like k and v, or one of them; `kernel` is one of PARTS.
+    """{"dk": dk, "dv": dv}, shaped like k and v, or one of them; their tangents, where the inputs move.
 
-    The heads of a group are summed in the float32 accumulator.
+    `kernel` is one of PARTS. The heads of a group are summed in the float32 accumulator.
     """
     q, k, v = inputs[:3]
-    batch, q_len, heads, head_dim = q.shape
-    kv_len, kv_heads, v_dim = v.shape[1:]
+    batch, q_len, heads, _ = q.shape
+    kv_len, kv_heads, _ = v.shape[1:]
     group = heads // kv_heads
     side_by_side = group if group > 1 else None
     kv_head = lambda j, h, b: (b, h)
-    keys = memory.matrix_spec(k, None, kv_head)
-    values = memory.matrix_spec(v, None, kv_head)
-    specs = Inputs(
-        memory.matrix_spec(q, side_by_side, kv_head),
+    keys = lambda x: memory.matrix_spec(x, None, kv_head)
+    specs = inputs.map(
+        lambda x: memory.matrix_spec(x, side_by_side, kv_head),
         keys,
-        values,
-        memory.matrix_spec(inputs.do, side_by_side, kv_head),
-        inputs.rows.map(lambda _: memory.vector_spec(q_len, side_by_side, kv_head)),
-        memory.score_spec(inputs.score, side_by_side, kv_head, kv_head),
+        lambda _: memory.vector_spec(q_len, side_by_side, kv_head),
+        lambda score: memory.score_spec(score, side_by_side, kv_head, kv_head),
     )
-    result, dtype = {"dk": (keys, k), "dv": (values, v)}, launcher.result_dtype(k.dtype)
+    result, dtype = {"dk": k, "dv": v}, launcher.result_dtype(k.dtype)
     grads = launcher.call(
-        functools.partial(_kernel, widths={"dk": head_dim, "dv": v_dim}, group=group),
+        functools.partial(_kernel, widths=inputs.widths, group=group),
         grid=(pl.cdiv(kv_len, launcher.block_kv), kv_heads, batch),
         in_specs=[specs],
-        out_specs=[{part: result[part][0] for part in PARTS[kernel]}],
-        out_shape=[{part: jax.ShapeDtypeStruct(result[part][1].shape, dtype) for part in PARTS[kernel]}],
-        name=f"jflash_{kernel}",
+        out_specs=[{part: keys(result[part]) for part in PARTS[kernel]}],
+        out_shape=[{part: jax.ShapeDtypeStruct(result[part].shape, dtype) for part in PARTS[kernel]}],
+        name=f"jflash_{kernel}{inputs.suffix}",
     )(inputs)
     return grads[0]
 
 
-def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: dict[str, int], group: int, launcher: Launcher):
+def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: Widths, group: int, launcher: Launcher):
     batch, kv_head = pl.program_id(2), pl.program_id(1)
-    score, arith = memory.score_at(inputs.score, Place(batch, kv_head)), launcher.arithmetic
+    load, arith = Loader(inputs, widths), launcher.arithmetic
+    scores = score, *_ = load.scores(Place(batch, kv_head))
     cols = Span(pl.program_id(0) * launcher.block_kv, launcher.block_kv)
-    seen = memory.seen_keys(score, Span(0, score.q_len), cols)
-    head_dim, v_dim = widths["dk"], widths["dv"]
-    k, v = Matrix(inputs.k, head_dim).load(cols, seen), Matrix(inputs.v, v_dim).load(cols, seen)
-
+    keys = load.keys(cols, memory.seen_keys(score, Span(0, score.q_len), cols))
     heads_of_group = jnp.int32(group)
 
     def visit(t, grads, masked):
@@ -74,19 +68,18 @@ def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: dict[str, int]
         rows = Span(i * launcher.block_q, launcher.block_q)
         # Keys run down and queries across: p and dqk then enter their products from registers, as they are.
         place = Place(batch, kv_head * group + (0 if head is None else head), head=head)
-        tile_score, at = memory.tile_of(score, rows, cols, place, across=True)
-        visible = tile_score.visible(at) if masked else None
+        tile_scores, at = memory.tiles_of(scores, rows, cols, place, across=True)
+        visible = tile_scores[0].visible(at) if masked else None
         seeing = memory.seeing_queries(score, cols, rows, head=head) if masked else None
-        q = Matrix(inputs.q, head_dim, head=head).load(rows, seeing)
-        do = Matrix(inputs.do, v_dim, head=head).load(rows, seeing)
-        known_of_rows = inputs.load_rows(rows, seeing, axis=0, head=head)
-        qk, dp = arith.inner(k, q), arith.inner(v, do)
-        p, operands = tile.backward(qk, dp, known_of_rows, tile_score, at, visible, arith)
-        factors = {"dk": (operands.qk, q), "dv": (p, do)}  # what only the other one needs, the compiler leaves out
-        return {part: numerics.add(grad, arith.combine(*factors[part])) for part, grad in grads.items()}
+        queries, known = load.queries(rows, seeing, head=head), load.rows(rows, seeing, axis=0, head=head)
+        for c, x in terms(queries, keys, known, tile_scores, at, visible, arith, across=True):
+            factors = {"dk": (c.operands.qk, x.q), "dv": (c.p, x.do)}  # what only the other one needs, the compiler leaves out
+            grads = {part: arith.add_product(grad, *factors[part]) for part, grad in grads.items()}
+        return grads
 
+    of_part = {"dk": widths.head_dim, "dv": widths.v_dim}
     zeros = lambda width: tuple(jnp.zeros((cols.size, chunk), jnp.float32) for chunk in memory.chunks(width, inputs.q.dtype))
-    grads = {part: zeros(widths[part]) for part in grad_refs}
+    grads = {part: zeros(of_part[part]) for part in grad_refs}
     # One loop over q tiles and, within each, the heads of the group: a loop around another would hold more in registers.
     for lo, hi, masked in ranges.q_tiles(score, cols, launcher.block_q).segments():
         grads = lax.fori_loop(lo * group, hi * group, functools.partial(visit, masked=masked), grads)
@@ -94,4 +87,4 @@ def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: dict[str, int]
     there = memory.inside(cols, score.kv_len)
     units = {"dk": score.unit, "dv": 1}
     for part, ref in grad_refs.items():
-        Matrix(ref, widths[part], like=inputs.k.dtype).store(cols, there, tuple(x * units[part] for x in grads[part]))
+        Matrix(ref, of_part[part], like=inputs.k.dtype).store(cols, there, tuple(x * units[part] for x in grads[part]))

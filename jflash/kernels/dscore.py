@@ -1,4 +1,4 @@
-"""The gradients of the Score's own arrays: of the bias, and of what score_fn reads.
+"""The gradients of the Score's own arrays, or their tangents: of the bias, and of what score_fn reads.
 
 Both compute the tiles of ds anew and sum them, in a fixed order, into what is no larger than the array itself (bias) or
 than one copy of it for each q tile (score_args).
@@ -15,11 +15,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jflash import tile
 from jflash.kernels import memory
-from jflash.kernels.inputs import Inputs
+from jflash.kernels.inputs import Inputs, Loader, Widths, terms
 from jflash.kernels.launch import Launcher
-from jflash.kernels.memory import Matrix, Place
+from jflash.kernels.memory import Place
 from jflash.numerics import larger, smaller
 from jflash.score import ranges
 from jflash.score.ranges import Index, Span
@@ -35,17 +34,17 @@ def dbias(inputs: Inputs, launcher: Launcher) -> Array:
     bias = inputs.score.bias
     counts = pl.cdiv(bias.shape[2], launcher.block_q), pl.cdiv(bias.shape[3], launcher.block_kv)
     (result,) = launcher.call(
-        functools.partial(_dbias_kernel, widths=_widths(inputs), counts=counts),
+        functools.partial(_dbias_kernel, widths=inputs.widths, counts=counts),
         grid=(counts[0] * counts[1], bias.shape[1], bias.shape[0]),
         in_specs=[inputs.specs],
         out_specs=[pl.BlockSpec(bias.shape, lambda *grid: (0, 0, 0, 0))],
         out_shape=[jax.ShapeDtypeStruct(bias.shape, bias.dtype)],
-        name="jflash_dbias",
+        name=f"jflash_dbias{inputs.suffix}",
     )(inputs)
     return result
 
 
-def _dbias_kernel(inputs: Inputs, dbias_ref, *, widths: tuple[int, int], counts: tuple[int, int], launcher: Launcher):
+def _dbias_kernel(inputs: Inputs, dbias_ref, *, widths: Widths, counts: tuple[int, int], launcher: Launcher):
     batch, q_len, heads, _ = inputs.q.shape
     t = pl.program_id(0)
     across = jnp.int32(counts[1])
@@ -72,7 +71,7 @@ def _dbias_kernel(inputs: Inputs, dbias_ref, *, widths: tuple[int, int], counts:
 
         def visit(j, total):
             cols = Span(j * launcher.block_kv, launcher.block_kv)
-            operands, _, _ = _cotangents(inputs, score, place, rows, cols, widths, launcher)
+            operands, _, _ = _cotangents(inputs, place, rows, cols, widths, launcher)
             ds: Any = operands.bias
             return total + jnp.sum(ds, axis=summed, keepdims=True) if summed else total + ds
 
@@ -99,12 +98,12 @@ def dargs(inputs: Inputs, launcher: Launcher) -> tuple[Array | None, ...]:
         if floating
     ]
     results = launcher.call(
-        functools.partial(_dargs_kernel, widths=_widths(inputs)),
+        functools.partial(_dargs_kernel, widths=inputs.widths),
         grid=(count, heads, batch),
         in_specs=[inputs.specs],
         out_specs=[pl.BlockSpec((None, None, None, x.shape[-1]), lambda i, h, b: (b, h, i, 0)) for x in shares],
         out_shape=shares,
-        name="jflash_dargs",
+        name=f"jflash_dargs{inputs.suffix}",
     )(inputs)
     totals = (jnp.sum(x, axis=(0, 1, 2)) for x in results)
     return tuple(
@@ -113,7 +112,7 @@ def dargs(inputs: Inputs, launcher: Launcher) -> tuple[Array | None, ...]:
     )
 
 
-def _dargs_kernel(inputs: Inputs, *share_refs, widths: tuple[int, int], launcher: Launcher):
+def _dargs_kernel(inputs: Inputs, *share_refs, widths: Widths, launcher: Launcher):
     place = Place(pl.program_id(2), pl.program_id(1), pl.program_id(2), pl.program_id(1))
     rows = Span(pl.program_id(0) * launcher.block_q, launcher.block_q)
     score = memory.score_at(inputs.score, place)
@@ -121,7 +120,7 @@ def _dargs_kernel(inputs: Inputs, *share_refs, widths: tuple[int, int], launcher
 
     def visit(j, shares):
         cols = Span(j * launcher.block_kv, launcher.block_kv)
-        operands, tile_score, at = _cotangents(inputs, score, place, rows, cols, widths, launcher)
+        operands, tile_score, at = _cotangents(inputs, place, rows, cols, widths, launcher)
         shares = list(shares)
         for (arg, index, _), ds in zip(tile_score.lookups(operands.qk, at), operands.values, strict=True):
             n = share_of[arg]
@@ -148,25 +147,19 @@ def _gathered(ds: Array, index: Array | int, size: int) -> Array:
 
 
 def _cotangents(
-    inputs: Inputs, score: Score, place: Place, rows: Span, cols: Span, widths: tuple[int, int], launcher: Launcher
+    inputs: Inputs, place: Place, rows: Span, cols: Span, widths: Widths, launcher: Launcher
 ) -> tuple[Operands, Score, Pairs]:
-    """The cotangents of one tile's operands, the Score of the tile, and its pairs."""
-    head_dim, v_dim = widths
-    arith = launcher.arithmetic
+    """The cotangents of one tile's operands, or their tangents, the Score of the tile, and its pairs."""
+    load = Loader(inputs, widths)
     heads, kv_heads = inputs.q.shape[2], inputs.k.shape[2]
     own: dict[str, Index | None] = {"batch": place.batch, "head": place.head}
     shared = {"batch": place.batch, "head": lax.div(place.h, jnp.int32(heads // kv_heads))}
-    tile_score, at = memory.tile_of(score, rows, cols, place)
-    visible = tile_score.visible(at)
+    scores = score, *_ = load.scores(place)
+    tile_scores, at = memory.tiles_of(scores, rows, cols, place)
+    visible = tile_scores[0].visible(at)
     seen = memory.seen_keys(score, rows, cols, shared["batch"], shared["head"])
     seeing = memory.seeing_queries(score, cols, rows, place.batch, place.head)
-    q, do = Matrix(inputs.q, head_dim, **own).load(rows, seeing), Matrix(inputs.do, v_dim, **own).load(rows, seeing)
-    k, v = Matrix(inputs.k, head_dim, **shared).load(cols, seen), Matrix(inputs.v, v_dim, **shared).load(cols, seen)
-    known_of_rows = inputs.load_rows(rows, seeing, axis=1, **own)
-    qk, dp = arith.inner(q, k), arith.inner(do, v)
-    return tile.backward(qk, dp, known_of_rows, tile_score, at, visible, arith).operands, tile_score, at
-
-
-def _widths(inputs: Inputs) -> tuple[int, int]:
-    """(head_dim, v_dim)"""
-    return inputs.q.shape[3], inputs.v.shape[3]
+    queries, keys = load.queries(rows, seeing, **own), load.keys(cols, seen, **shared)
+    known_of_rows = load.rows(rows, seeing, axis=1, **own)
+    (cotangents, _), *_ = terms(queries, keys, known_of_rows, tile_scores, at, visible, launcher.arithmetic)
+    return cotangents.operands, tile_scores[0], at

@@ -65,7 +65,7 @@ def score_spec(score: Score, group: int | None, q_head, kv_head) -> Score:
 
     def spec_of(name, x):
         if name in ("args", "mask_args"):
-            return tuple(spec(arg.shape, lambda b, h: (0,)) for arg in x)
+            return jax.tree.map(lambda arg: spec(arg.shape, lambda b, h: (0,)), x)
         if name == "first":
             return spec((2,), lambda b, h: (0,))
         if name == "sinks":
@@ -148,6 +148,12 @@ def tile_of(score: Score, rows: Span, cols: Span, place: Place, across: bool = F
         return ref
 
     return score.map_leaves(read), pairs
+
+
+def tiles_of(scores: list[Score], rows: Span, cols: Span, place: Place, across: bool = False) -> tuple[list[Score], Pairs]:
+    """tile_of() each of them."""
+    tiles, pairs = zip(*(tile_of(score, rows, cols, place, across) for score in scores), strict=True)
+    return list(tiles), pairs[0]
 
 
 def seen_keys(score: Score, rows: Span, cols: Span, batch: Index | None = None, kv_head: Index | None = None) -> Array:

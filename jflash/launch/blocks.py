@@ -51,7 +51,7 @@ class BlockSizes:
         kernel = entry.key.kernel
         if kernel == "delta":
             return entry
-        suffix = {"forward": "", "dq": "_dq"}.get(kernel, "_dkv")
+        suffix = {"forward": "", "tangent": "", "dq": "_dq", "dq_tangent": "_dq"}.get(kernel, "_dkv")
         chosen = {f.name: getattr(self, f.name + suffix) for f in dataclasses.fields(Launch)}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         if not chosen:
@@ -95,7 +95,12 @@ def default(key: Key) -> Entry:
 
 
 def kernels_of_keys(key: Key) -> tuple[str, ...]:
-    """What computes dk and dv: "dkv", or "dk" and "dv" where only for these the family's table has an entry."""
+    """What computes dk and dv: "dkv", or "dk" and "dv" where only for these the family's table has an entry.
+
+    Of their tangents "dkv" up to a width of 64, since beside the operands' tangents there is no room for more.
+    """
+    if key.kernel == "dkv_tangent":
+        return ("dkv",) if max(key.head_dim, key.v_dim) <= 64 else ("dk", "dv")
     table = shipped(gpu.family(gpu.kind()))
     has = lambda kernel: launch_table.large_enough_for(table, dataclasses.replace(key, kernel=kernel)) is not None
     return ("dk", "dv") if not has("dkv") and has("dk") and has("dv") else ("dkv",)
@@ -104,6 +109,8 @@ def kernels_of_keys(key: Key) -> tuple[str, ...]:
 def rule(key: Key) -> Launch:
     """A launch that fits on every GPU: square tiles of 64, of 32 for float32 and for widths over 128."""
     width = max(key.head_dim, key.v_dim)
+    if key.kernel in launch_table.TANGENT_KERNELS:
+        return _rule_of_tangents(key, width)
     if key.kernel == "delta":  # it multiplies no matrices: 4096 elements of o, in whole rows
         return Launch(block_q=4096 // max(32, 1 << (width - 1).bit_length()), block_kv=16, num_warps=4, num_stages=1)
     if key.kernel == "dscore":
@@ -111,6 +118,15 @@ def rule(key: Key) -> Launch:
         return Launch(block_q=block, block_kv=block, num_warps=4 if width <= 64 else 8, num_stages=1)
     block = 64 if key.bits == 16 and width <= 128 else 32
     return Launch(block_q=block, block_kv=block, num_warps=4, num_stages=1)
+
+
+def _rule_of_tangents(key: Key, width: int) -> Launch:
+    """The same with twice the operands, so that one side of a tile is shorter: the one that is looped over."""
+    block = 64 if key.bits == 16 else 32
+    narrow = width > 128 or (width > 64 and (key.kernel == "dk_tangent" or key.bits == 32))
+    shorter = 16 if narrow else 32
+    block_q, block_kv = (shorter, block) if key.kernel in ("dkv_tangent", "dk_tangent", "dv_tangent") else (block, shorter)
+    return Launch(block_q, block_kv, num_warps=4, num_stages=1)
 
 
 @functools.cache

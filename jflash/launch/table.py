@@ -13,6 +13,8 @@ from typing import Any
 
 # dkv is dk and dv in one kernel; dscore is dbias and dargs.
 KERNELS = ("forward", "delta", "dkv", "dk", "dv", "dq", "dscore")
+# Of derivatives beyond the gradient: of the forward, and of each kernel of the backward but delta.
+TANGENT_KERNELS = ("tangent", *(f"{kernel}_tangent" for kernel in KERNELS[2:]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,13 +20,13 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from jflash.derivatives import Engine, Tangents
 from jflash.numerics import accumulator
 from jflash.parallel.primitive import Call, attend_p, no_mesh
 from jflash.parallel.shardings import Cut
 from jflash.score.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
-from jflash.vjp import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +43,32 @@ class Everywhere:
         return self.elsewhere.result_dtype(dtype)
 
     def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
-        o, *norm = _bind(Call.of(self.gpu, self.elsewhere, q, k, v, score), q, k, v, score)
+        o, *norm = self._call("forward", q, k, v, score)
         return o, Norm(*norm)
+
+    def tangent(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, tangents: Tangents) -> tuple[O, PerQuery]:
+        ot, lset = self._call("tangent", q, k, v, score, o, norm, tangents)
+        return ot, lset
 
     def backward(
         self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery
     ) -> tuple[Q | None, K | None, V | None, Score]:
-        call = Call.of(self.gpu, self.elsewhere, q, k, v, score, o, norm, do, dlse)
-        gradients = dict(zip(call.wanted, _bind(call, q, k, v, score, o, norm, do, dlse), strict=True))
+        return self._call("backward", q, k, v, score, o, norm, do, dlse)
+
+    def backward_tangent(
+        self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery, tangents: Tangents
+    ) -> tuple[Q | None, K | None, V | None, Score]:
+        return self._call("backward_tangent", q, k, v, score, o, norm, do, dlse, tangents)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """The results; of a method that gives gradients (dq, dk, dv, dscore)."""
+        call = Call.of(method, self.gpu, self.elsewhere, *arguments)
+        results = _batchable(call)(*jax.tree.leaves(arguments))
+        if not call.wanted:
+            return results
+        gradients = dict(zip(call.wanted, results, strict=True))
         dq, dk, dv, dscore, *_ = jax.tree.map(gradients.get, call.tree.unflatten(range(len(call.dims))))
         return dq, dk, dv, dscore
-
-
-def _bind(call: Call, *arguments: Any) -> list[Array]:
-    return _batchable(call)(*jax.tree.leaves(arguments))
 
 
 def _batchable(call: Call):
@@ -138,8 +150,9 @@ def _partition(call: Call, context: AbstractMesh, mesh: Mesh, arguments, results
 def _part(call: Call, cut: Cut, mesh: Mesh | AbstractMesh, *arrays: Array) -> list[Array]:
     """What one device computes from its part of each array."""
     index = lambda dim: lax.axis_index(cut.axes[dim]) if cut.axes.get(dim) else jnp.int32(0)
+    flat: Any = arrays
     with no_mesh(mesh.abstract_mesh):
-        q, k, v, score, *rest = call.tree.unflatten(arrays)
+        q, k, v, score, *rest = call.tree.unflatten(flat)
         heads, kv_heads = q.shape[-2], k.shape[-2]
         first = index("b") * q.shape[-4], index("h") * heads
         here: Call = call
@@ -147,10 +160,12 @@ def _part(call: Call, cut: Cut, mesh: Mesh | AbstractMesh, *arrays: Array) -> li
         if score.mask_fn is not None or score.score_fn is not None:
             here, score = call.with_first(), score.replace(first=jnp.stack(first))
         one_of_many = cut.group_parts > 1
+        flat = jax.tree.leaves((q, k, v, score, *rest))
         if one_of_many:  # all query heads of this part read the same kv head
             own = first[1] // (heads * cut.group_parts // kv_heads) - index("g") * kv_heads
-            k, v = (lax.dynamic_slice_in_dim(x, own, 1, axis=-2) for x in (k, v))
-        results = attend_p.bind(*jax.tree.leaves((q, k, v, score, *rest)), call=here)
+            its = lambda x: lax.dynamic_slice_in_dim(x, own, 1, axis=-2)
+            flat = [its(x) if "g" in dims.split() else x for x, dims in zip(flat, here.dims, strict=True)]
+        results = attend_p.bind(*flat, call=here)
         for n, dims in enumerate(call.dims[primal] for primal in call.wanted):
             if one_of_many and "g" in dims.split():
                 zeros = jnp.zeros((*results[n].shape[:-2], kv_heads, results[n].shape[-1]), results[n].dtype)

@@ -1,4 +1,4 @@
-"""One direction of attention as a JAX primitive: the platform that a program is lowered for chooses the engine.
+"""A method of an engine as a JAX primitive: the platform that a program is lowered for chooses the engine.
 
 An engine is ordinary JAX and could be traced where attention() is called. But where a program is lowered for several
 platforms at once (jax.export), only a primitive has rules of which each is run for its own platform; and a primitive says
@@ -19,59 +19,62 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
+from jflash import varying
+from jflash.derivatives import Engine, Tangents
 from jflash.kernels import Triton
 from jflash.numerics import accumulator
 from jflash.parallel.shardings import Cut
-from jflash.score.score import ONE_FOR_EACH, PAIRWISE, WITH_GRADIENTS
+from jflash.score.score import ONE_FOR_EACH, PAIRWISE, WITH_GRADIENTS, Score
 from jflash.tile import Norm
-from jflash.vjp import Engine
 
 # The arguments of an engine and their dimensions, see Call; a Score has those of its leaves.
+_OF_SCORE: Any = None
+_X = {"q": "b i h d", "k": "b j g d", "v": "b j g e", "score": _OF_SCORE}
+_KNOWN = {"o": "b i h e", "norm": Norm("b h i", "b h i")}
+_COTANGENTS = {"do": "b i h e", "dlse": "b h i"}
+_TANGENTS = {"tangents": Tangents(*_X.values(), o="b i h e", lse="b h i", do="b i h e", dlse="b h i")}
 ARGUMENTS = {
-    "q": "b i h d",
-    "k": "b j g d",
-    "v": "b j g e",
-    "score": "",
-    "o": "b i h e",
-    "norm": Norm("b h i", "b h i"),
-    "do": "b i h e",
-    "dlse": "b h i",
+    "forward": _X,
+    "tangent": _X | _KNOWN | _TANGENTS,
+    "backward": _X | _KNOWN | _COTANGENTS,
+    "backward_tangent": _X | _KNOWN | _COTANGENTS | _TANGENTS,
 }
+# The results of those that are not gradients.
+RESULTS = {"forward": ("b i h e", "b h i", "b h i"), "tangent": ("b i h e", "b h i")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One direction of attention as a function of flat arrays, and what their dimensions mean.
+    """A method of an engine as a function of flat arrays, and what their dimensions mean.
 
     A dimension is a word: b, i, j are batch, q_len and kv_len, h and g heads and kv_heads (h too where these are equal), d
     and e head_dim and v_dim; in front of them n0, n1, ... are the axes of each jax.vmap, the innermost being n0; "." is
     one that is never cut.
     """
 
-    forward: bool
+    method: str  # one of ARGUMENTS
     gpu: Engine  # for NVIDIA GPUs
     elsewhere: Engine
     tree: Any  # of the engine's arguments
     dims: tuple[str, ...]  # of each array
-    wanted: tuple[int, ...]  # of the backward: which arrays it gives the gradients of
+    wanted: tuple[int, ...]  # of methods that give gradients: which arrays they give those of
     vmaps: int = 0
 
     @classmethod
-    def of(cls, gpu: Engine, elsewhere: Engine, *arguments: Any) -> Call:
-        """The call of forward(*arguments) or, where there are more of them, of backward(*arguments)."""
+    def of(cls, method: str, gpu: Engine, elsewhere: Engine, *arguments: Any) -> Call:
+        """The call of a method with these arguments."""
         arrays, tree = jax.tree.flatten(arguments)
         q, k, v, score, *_ = tree.unflatten(range(len(arrays)))
         grouped = arrays[q].shape[2] != arrays[k].shape[2]
-        dims = jax.tree.map(lambda text: text if grouped else text.replace("g", "h"), list(ARGUMENTS.values()))
-        dims[3] = arguments[3].map_leaves(_dims_of_leaf)
-        forward, named = len(arguments) == 4, {"q": q, "k": k, "v": v} | {name: getattr(score, name) for name in WITH_GRADIENTS}
+        dims = jax.tree.leaves(list(map(_dims, ARGUMENTS[method].values(), arguments)))
+        named = {"q": q, "k": k, "v": v} | {name: getattr(score, name) for name in WITH_GRADIENTS}
         asked_for = jax.tree.leaves([named[name] for name in named if name not in score.unasked])
         return cls(
-            forward, gpu, elsewhere, tree,
-            dims=tuple(jax.tree.leaves(dims[: len(arguments)])),
-            wanted=() if forward else tuple(n for n in asked_for if jnp.issubdtype(arrays[n].dtype, jnp.floating)),
+            method, gpu, elsewhere, tree,
+            dims=tuple(text if grouped else text.replace("g", "h") for text in dims),
+            wanted=() if method in RESULTS else tuple(n for n in asked_for if jnp.issubdtype(arrays[n].dtype, jnp.floating)),
         )  # fmt: skip
 
     def vmapped(self, mapped: list[bool]) -> Call:
@@ -89,9 +92,12 @@ class Call:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the caller knows each array as."""
+        """What the caller knows each array as; "" of what is of the program's own making, and follows the caller's arrays."""
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self.tree.unflatten(self.dims))]
-        return tuple(list(ARGUMENTS)[path[0].idx] if len(path) == 1 else path[1].name for path in paths)
+        names = list(_X)
+        return tuple(
+            "" if path[0].idx >= len(names) else names[path[0].idx] if len(path) == 1 else path[1].name for path in paths
+        )
 
     @property
     def leading(self) -> tuple[str, ...]:
@@ -100,7 +106,7 @@ class Call:
 
     @property
     def result_dims(self) -> tuple[str, ...]:
-        own = ("b i h e", "b h i", "b h i") if self.forward else [_own(self.dims[n]) for n in self.wanted]
+        own = RESULTS.get(self.method) or [_own(self.dims[n]) for n in self.wanted]
         return tuple(" ".join((*self.leading, text)) for text in own)
 
     def results(self, *arrays: Any) -> list[jax.ShapeDtypeStruct]:
@@ -111,9 +117,9 @@ class Call:
             for name, size in zip(text.split(), x.shape, strict=True)
         }
         q, *_ = self.tree.unflatten(arrays)
-        if self.forward:
+        if self.method in RESULTS:
             shapes = [[sizes[name] for name in text.split()] for text in self.result_dims]
-            dtypes = self.elsewhere.result_dtype(q.dtype), accumulator(q.dtype), accumulator(q.dtype)
+            dtypes = self.elsewhere.result_dtype(q.dtype), *[accumulator(q.dtype)] * (len(shapes) - 1)
             return [jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True)]
         lead = tuple(sizes[name] for name in self.leading)
         shapes = [arrays[n].shape[len(arrays[n].shape) - len(_own(self.dims[n]).split()) :] for n in self.wanted]
@@ -125,9 +131,8 @@ class Call:
         """The results, as flat as the arrays."""
 
         def fn(*arrays):
-            if self.forward:
-                return jax.tree.leaves(engine.forward(*self.tree.unflatten(arrays)))
-            return self._gradients(*engine.backward(*self.tree.unflatten(arrays)))
+            results = getattr(engine, self.method)(*self.tree.unflatten(arrays))
+            return jax.tree.leaves(results) if self.method in RESULTS else self._gradients(*results)
 
         for n in range(self.vmaps):
             fn = jax.vmap(fn, in_axes=[0 if f"n{n}" in text.split() else None for text in self.dims])
@@ -146,6 +151,17 @@ def _own(text: str) -> str:
     return " ".join(name for name in text.split() if not name.startswith("n"))
 
 
+def _dims(text: Any, argument: Any) -> Any:
+    """The dimensions of an argument, None where it is."""
+    if argument is None:
+        return None
+    if isinstance(argument, Score):
+        return argument.map_leaves(_dims_of_leaf)
+    if isinstance(argument, Tangents):
+        return Tangents(*map(_dims, text, argument))
+    return text
+
+
 def _dims_of_leaf(name: str, leaf: Any) -> Any:
     """The dimensions of a leaf of a Score."""
     if name in PAIRWISE:
@@ -153,7 +169,7 @@ def _dims_of_leaf(name: str, leaf: Any) -> Any:
     if name in ONE_FOR_EACH:
         return "b"
     if name in ("args", "mask_args"):
-        return tuple("." for _ in leaf)
+        return jax.tree.map(lambda _: ".", leaf)
     return {"q_segments": "b i", "kv_segments": "b j", "sinks": "h", "dropout_keys": "b h .", "first": "."}[name]
 
 
@@ -188,12 +204,7 @@ def _abstract_eval(*avals, call: Call):
     for n, primal in enumerate(call.wanted):
         own = len(_own(call.dims[primal]).split())
         specs[n] = PartitionSpec(*specs[n][: call.vmaps], *avals[primal].sharding.spec[avals[primal].ndim - own :])
-    varying = frozenset().union(*(x.manual_axis_type.varying for x in avals))
-    manual = avals[0].manual_axis_type.update(varying=varying)
-    return [
-        avals[0].update(x.shape, x.dtype, False, sharding=NamedSharding(mesh, spec), manual_axis_type=manual)
-        for x, spec in zip(call.results(*avals), specs, strict=True)
-    ]
+    return [varying.typed(avals, x, x.shape, spec) for x, spec in zip(call.results(*avals), specs, strict=True)]
 
 
 def no_mesh(mesh: AbstractMesh):

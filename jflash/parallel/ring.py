@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 from jflash import numerics, tile, varying
+from jflash.derivatives import Engine, named_for_checkpoint
 from jflash.merge import merged
 from jflash.numerics import accumulator
 from jflash.reference.online import rows_of, unseen
@@ -27,7 +28,6 @@ from jflash.score import ranges
 from jflash.score.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
-from jflash.vjp import Engine, named_for_checkpoint
 
 
 class Keys(NamedTuple):

@@ -46,7 +46,7 @@ class Cut:
                 sizes[dim] = size
                 if dim in LENGTHS or dim in WIDTHS:
                     # The others are of the program's own making and follow the arguments.
-                    if name not in ("o", "m", "log_l", "do", "dlse") and cut._count(axes) > 1:
+                    if name and cut._count(axes) > 1:
                         raise ValueError(_refusal(name, axis, dim, size, axes))
                     continue
                 if not axes or dim == ".":

@@ -99,14 +99,17 @@ class Case:
         sizes = {"b": self.batch, "h": self.heads, "q": self.q_len, "k": self.kv_len, "1": 1}
         return tuple(sizes[name] for name in names)
 
-    def parameters(self) -> dict[str, Any]:
-        """The keyword arguments of attention() that have gradients, as float64 that the case's dtype can hold exactly."""
-        random = np.random.default_rng(2)
+    def parameters(self, seed: int = 2, holes: bool = True) -> dict[str, Any]:
+        """The keyword arguments of attention() that have gradients, as float64 that the case's dtype can hold exactly.
+
+        `holes`: whether a bias has those that it has; tangents have none.
+        """
+        random = np.random.default_rng(seed)
         parameters: dict[str, Any] = {}
         if self.bias is not None:
             shape = self._dimensions(self.bias)
-            holes = random.random(shape) < 0.1 * self.bias_holes
-            parameters["bias"] = np.where(holes, -np.inf, random.standard_normal(shape))
+            empty = random.random(shape) < 0.1 * (self.bias_holes and holes)
+            parameters["bias"] = np.where(empty, -np.inf, random.standard_normal(shape))
         if self.sinks:
             parameters["sinks"] = random.standard_normal(self.heads)
         if self.score_fn in ("alibi", "t5"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,20 +78,20 @@ class Layout(NamedTuple):
         heads = jax.vmap(one, axis_size=self.kv_heads)(sinks)
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.batch, *leaf.shape)), heads)
 
-    def for_each(self, fn: Callable, score: Score, i, j) -> Callable:
-        """fn(*arrays, score, at), of one batch element, one kv head and tile (i, j), for arrays of all of them."""
-        own = self._tile_of(score, i, j)
+    def for_each(self, fn: Callable, scores: tuple[Score, ...], i, j) -> Callable:
+        """fn(*arrays, *scores, at), of one batch element, one kv head and tile (i, j), for arrays of all of them."""
+        own = [self._tile_of(score, i, j) for score in scores]
+        tables = [{"args": x.args, "mask_args": x.mask_args, "first": x.first} for x in own]  # of no batch element and no head
 
-        def one(b, c, score, *arrays):
+        def one(b, c, leaves, *arrays):
             of_group = jnp.tile(lax.iota(jnp.int32, self.group), self.block_q)
             h = c if self.group == 1 else (c * self.group + of_group)[:, None]
             rows = jnp.repeat(self.row_span(i).indices(), self.group)
-            return fn(*arrays, score, Pairs(b, h, rows[:, None], self.col_span(j).indices()[None, :]))
+            its = [score.replace(**more) for score, more in zip(leaves, tables, strict=True)]
+            return fn(*arrays, *its, Pairs(b, h, rows[:, None], self.col_span(j).indices()[None, :]))
 
-        tables = {"args": own.args, "mask_args": own.mask_args, "first": own.first}  # of no batch element and no head
-        of_head = lambda b, c, score, *arrays: one(b, c, score.replace(**tables), *arrays)
-        of_batch = lambda b, *xs: jax.vmap(functools.partial(of_head, b))(jnp.arange(self.kv_heads, dtype=jnp.int32), *xs)
-        leaves = own.replace(args=(), mask_args=(), first=None)
+        of_batch = lambda b, *xs: jax.vmap(functools.partial(one, b))(jnp.arange(self.kv_heads, dtype=jnp.int32), *xs)
+        leaves = [score.replace(args=(), mask_args=(), first=None) for score in own]
         return lambda *arrays: jax.vmap(of_batch)(jnp.arange(self.batch, dtype=jnp.int32), leaves, *arrays)
 
     def _tile_of(self, score: Score, i, j) -> Score:
@@ -136,12 +136,12 @@ class Layout(NamedTuple):
         """What add_pairs has summed, without the padding."""
         return x[:, :, : like.shape[2], : like.shape[3]].astype(like.dtype)
 
-    def hide(self, visible: Array | None, at: Pairs, queries, keys):
-        """The rows and columns of one tile, zero where no pair of the tile is visible: a NaN there reaches nobody."""
+    def hide(self, visible: Array | None, at: Pairs, queries: Any, keys: Any) -> tuple[Any, Any]:
+        """Rows and columns of one tile, zero where no pair of the tile is visible: a NaN there reaches nobody."""
         if visible is None:
             return queries, keys
         seeing, seen = visible.any(axis=1), (visible & (at.i < self.q_len)).any(axis=0)  # a padded row sees nothing
-        keep = lambda seen, xs: tuple(jnp.where(seen[:, None], x, 0) for x in xs)
+        keep = lambda seen, xs: jax.tree.map(lambda x: jnp.where(seen[:, None], x, 0), xs)
         return keep(seeing, queries), keep(seen, keys)
 
     # ------------------------------------------------------------------------------------------------- the arrays

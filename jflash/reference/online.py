@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jflash import numerics, tile
+from jflash.derivatives import Tangents, attend
 from jflash.launch.blocks import DEFAULTS, BlockSizes
 from jflash.numerics import Arithmetic
 from jflash.reference.layout import Layout
@@ -21,7 +24,58 @@ from jflash.score import ranges
 from jflash.score.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
-from jflash.vjp import attend
+
+
+class _Keys(NamedTuple):
+    """What is multiplied for keys, or its tangents; None where these are zero."""
+
+    k: Any
+    v: Any
+
+
+class _Queries(NamedTuple):
+    """What is multiplied for queries, or its tangents; None where these are zero.
+
+    Each also with the queries across: XLA's CPU compiler multiplies qᵀ·ds twice as fast as dsᵀ·q, so dk and dv are summed
+    with the keys across.
+    """
+
+    q: Any
+    do: Any
+    q_across: Any
+    do_across: Any
+
+    @classmethod
+    def cut(cls, layout: Layout, q: Any, do: Any) -> _Queries:
+        down = jax.tree.map(layout.cut_queries, (q, do))
+        return cls(*down, *jax.tree.map(lambda x: x.swapaxes(-1, -2), down))
+
+    @property
+    def down(self) -> _Queries:
+        """With all queries down, for one tile."""
+        return _Queries(self.q, self.do, *jax.tree.map(jnp.transpose, (self.q_across, self.do_across)))
+
+
+def _matrices(queries: _Queries, keys: _Keys) -> tile.Matrices:
+    return tile.Matrices(*map(_chunks, (queries.q, *keys, queries.do)))
+
+
+def _chunks(x: Array | None) -> Any:
+    """What stands for x in tile.py: one chunk of columns."""
+    return None if x is None else (x,)
+
+
+def _across(arith: Arithmetic, queries: Array, pairs: Array) -> Array:
+    """queriesᵀ · pairs, what a tile adds to dk or dv; the keys run across."""
+    return arith.dot(queries.T, pairs.astype(queries.dtype), (1, 0))
+
+
+def _over_row(layout: Layout, score: Score, i, visit: Callable, state):
+    """visit(j, state, masked=...) of each kv tile that q tile i visits."""
+    tiles = ranges.for_all(lambda score: ranges.kv_tiles(score, layout.row_span(i), layout.block_kv), score)
+    for lo, hi, masked in tiles.segments():
+        state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)
+    return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,53 +104,110 @@ class Online:
                 _, (k, v) = layout.hide(visible, at, (), (k, v))
                 return tile.forward(state, (q,), (k,), (v,), score, at, visible, arith)
 
-            return layout.for_each(one, score, i, j)(state, q, k_tiles[j], v_tiles[j])
+            return layout.for_each(one, (score,), i, j)(state, q, k_tiles[j], v_tiles[j])
 
         def row_of_tiles(x):
             i, q = x
-            state = layout.start(score, v.shape[-1], dtype)
-            tiles = ranges.for_all(lambda score: ranges.kv_tiles(score, layout.row_span(i), layout.block_kv), score)
-            for lo, hi, masked in tiles.segments():
-                state = lax.fori_loop(lo, hi, functools.partial(visit, q=q, i=i, masked=masked), state)
+            state = _over_row(layout, score, i, functools.partial(visit, q=q, i=i), layout.start(score, v.shape[-1], dtype))
             (o,), norm = jax.vmap(jax.vmap(functools.partial(tile.finish, score=score, arith=arith)))(state)
             return self._result(o, q.dtype), norm
 
         o, norm = lax.map(row_of_tiles, (jnp.arange(layout.q_count, dtype=jnp.int32), layout.cut_queries(q)))
         return layout.join_queries(o), jax.tree.map(layout.join_rows, norm)
 
+    def tangent(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, tangents: Tangents) -> tuple[O, PerQuery]:
+        layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)
+        rows = tile.Rows.of(norm, score.slope, split=True)
+        start = tile.sinks_tangent(norm, tangents.score.sinks, score)
+        scores = ranges.with_kv_visits(score, layout.block_q, layout.block_kv), tangents.score
+        scores = score, _ = tuple(map(layout.cut_score, scores))
+        key_tiles = jax.tree.map(layout.cut_keys, _Keys(k, v)), jax.tree.map(layout.cut_keys, _Keys(tangents.k, tangents.v))
+        arith = Arithmetic(self.precision)
+
+        def visit(j, state, q, qt, rows, i, masked):
+            def one(state, queries, rows, keys, keys_t, score, score_t, at):
+                visible = score.visible(at) if masked else None
+                (q, qt), (keys, keys_t) = layout.hide(visible, at, queries, (keys, keys_t))
+                q, qt, k, v, kt, vt = map(_chunks, (q, qt, *keys, *keys_t))
+                qk, qkt = arith.inner(q, k), tile.product_tangent(arith.inner, q, qt, k, kt)
+                rows = rows.map(lambda x: x[:, None])
+                return tile.tangent(state, qk, qkt, v, vt, rows, score, score_t, at, visible, arith)
+
+            keys, keys_t = jax.tree.map(lambda x: x[j], key_tiles)
+            return layout.for_each(one, scores, i, j)(state, (q, qt), rows, keys, keys_t)
+
+        def row_of_tiles(x):
+            i, q, qt, rows, start, o = x
+            l, lset = start
+            state = tile.Moments(l, lset, (jnp.zeros(o.shape, norm.m.dtype),))
+            state = _over_row(layout, score, i, functools.partial(visit, q=q, qt=qt, rows=rows, i=i), state)
+            (ot,), lset = jax.vmap(jax.vmap(tile.finish_tangent))(state, (o,))
+            return self._result(ot, q.dtype), lset
+
+        queries, queries_t, outputs = jax.tree.map(layout.cut_queries, (q, tangents.q, o))
+        row_tiles = jax.tree.map(layout.cut_rows, rows, tile.Rows(0, jnp.inf))  # p = 0 beyond the end
+        start_tiles = tuple(layout.cut_rows(x, 0) for x in start)
+        tiles = jnp.arange(layout.q_count, dtype=jnp.int32), queries, queries_t, row_tiles, start_tiles, outputs
+        ot, lset = lax.map(row_of_tiles, tiles)
+        return layout.join_queries(ot), layout.join_rows(lset)
+
     def backward(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
-        """(dq, dk, dv, dscore). One loop over the tiles does for all of them, five products a tile."""
-        layout = Layout.of(q, v, self.blocks.block_q_dkv, self.blocks.block_kv_dkv)
-        dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
         rows = rows_of(o, do, norm, dlse, score)
         dscore = score.only()
         if score.sinks is not None:
             dscore = dscore.replace(sinks=tile.sinks_cotangent(norm, rows.delta, score))
+        return self._gradients(q, k, v, score, do, rows, dscore)
+
+    def backward_tangent(
+        self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery, tangents: Tangents
+    ) -> tuple[Q, K, V, Score]:
+        rows, rows_t = rows_of(o, do, norm, dlse, score), row_tangents_of(o, do, norm, tangents)
+        dscore = score.only()
+        if score.sinks is not None:
+            sinks = tile.sinks_cotangent_tangent(norm, rows.delta, score, tangents.score.sinks, rows_t)
+            dscore = dscore.replace(sinks=sinks)
+        return self._gradients(q, k, v, score, do, rows, dscore, tangents, rows_t)
+
+    def _gradients(
+        self, q: Q, k: K, v: V, score: Score, do: O, rows: tile.Rows, dscore: Score, tangents: Tangents | None = None,
+        rows_t: tile.RowTangents | None = None,
+    ) -> tuple[Q, K, V, Score]:  # fmt: skip
+        """(dq, dk, dv, dscore), or their tangents. One loop over the tiles does for all of them, five products a tile."""
+        layout = Layout.of(q, v, self.blocks.block_q_dkv, self.blocks.block_kv_dkv)
+        dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
         whole_score = score.replace(sinks=None)
         score = layout.cut_score(ranges.with_q_visits(whole_score, layout.block_q, layout.block_kv))
-        q_tiles, do_tiles = layout.cut_queries(q), layout.cut_queries(do)
-        # Copies with the queries across: XLA's CPU compiler multiplies qᵀ·ds twice as fast as dsᵀ·q, so dk and dv are summed
-        # with the keys across.
-        q_across_tiles, do_across_tiles = q_tiles.swapaxes(-1, -2), do_tiles.swapaxes(-1, -2)
-        row_tiles = tile.Rows(*map(layout.cut_rows, rows, (0, jnp.inf, 0)))  # p = 0 beyond the end
+        query_tiles, key_tiles = _Queries.cut(layout, q, do), jax.tree.map(layout.cut_keys, _Keys(k, v))
+        row_tiles = jax.tree.map(layout.cut_rows, rows, tile.Rows(0, jnp.inf, 0))  # p = 0 beyond the end
+        scores, moving = (score,), None  # of the tangents: what there is of each q tile, and of each kv tile
+        if tangents is not None:
+            scores = score, layout.cut_score(tangents.score)
+            queries_t = _Queries.cut(layout, tangents.q, tangents.do)
+            moving = queries_t, jax.tree.map(lambda x: layout.cut_rows(x, 0), rows_t)
+        keys_t_tiles = None if tangents is None else jax.tree.map(layout.cut_keys, _Keys(tangents.k, tangents.v))
 
-        def visit(i, grads, k, v, j, masked):
+        def visit(i, grads, keys, keys_t, j, masked):
             dq_tiles, dk, dv, dbias, dargs = grads
 
-            def one(q, k, v, do, q_across, do_across, rows, score, at):
+            def one(queries, keys, rows, moving, keys_t, score, *rest):
+                *score_t, at = rest
                 visible = score.visible(at) if masked else None
-                queries = q, do, q_across.T, do_across.T
-                (q, do, q_down, do_down), (k, v) = layout.hide(visible, at, queries, (k, v))
-                qk, dp = arith.inner((q,), (k,)), arith.inner((do,), (v,))
-                p, ds = tile.backward(qk, dp, rows.map(lambda x: x[:, None]), score, at, visible, arith)
-                (dq,) = arith.combine(ds.qk, (k,))
-                dk = arith.dot(q_down.T, ds.qk.astype(q.dtype), (1, 0))
-                dv = arith.dot(do_down.T, p.astype(do.dtype), (1, 0))
-                return (dq, dk, dv), ds.bias, _scattered(score.lookups(qk, at), ds.values, score)
+                queries, queries_t = queries.down, None if moving is None else moving[0].down
+                (queries, queries_t), (keys, keys_t) = layout.hide(visible, at, (queries, queries_t), (keys, keys_t))
+                down = lambda row: row.map(lambda x: x[:, None])
+                if moving is not None:
+                    moving = tile.Moving(_matrices(queries_t, keys_t), down(moving[1]), *score_t)
+                terms = tile.terms(_matrices(queries, keys), down(rows), score, moving, at, visible, arith)
+                both = (queries, keys), (queries_t, keys_t)
+                ds, its = terms[0][0], [(c, *both[n]) for n, (c, _) in enumerate(terms)]
+                dq = [arith.combine(c.operands.qk, (x.k,))[0] for c, _, x in its if x.k is not None]
+                dk = [_across(arith, x.q_across, c.operands.qk) for c, x, _ in its if x.q is not None]
+                dv = [_across(arith, x.do_across, c.p) for c, x, _ in its if x.do is not None]
+                gradients = tuple(functools.reduce(jnp.add, xs) for xs in (dq, dk, dv))
+                return gradients, ds.operands.bias, _scattered(score.lookups(ds.operands.qk, at), ds.operands.values, score)
 
-            queries = do_tiles[i], q_across_tiles[i], do_across_tiles[i]
-            its_rows = row_tiles.map(lambda x: x[i])
-            more, ds, more_args = layout.for_each(one, score, i, j)(q_tiles[i], k, v, *queries, its_rows)
+            its, its_rows, its_moving = jax.tree.map(lambda x: x[i], (query_tiles, row_tiles, moving))
+            more, ds, more_args = layout.for_each(one, scores, i, j)(its, keys, its_rows, its_moving, keys_t)
             if dbias is not None:
                 dbias = layout.add_pairs(dbias, ds, i, j)
             dargs = jax.tree.map(lambda total, x: total + jnp.sum(x, axis=(0, 1)), dargs, more_args)
@@ -104,12 +215,12 @@ class Online:
 
         def column_of_tiles(totals, x):
             dq_tiles, dbias, dargs = totals
-            j, k, v = x
+            j, keys, keys_t = x
             zeros_across = lambda x: zeros((*x.shape[:-2], x.shape[-1], x.shape[-2]))
-            grads = dq_tiles, zeros_across(k), zeros_across(v), dbias, dargs
+            grads = dq_tiles, zeros_across(keys.k), zeros_across(keys.v), dbias, dargs
             tiles = ranges.for_all(lambda score: ranges.q_tiles(score, layout.col_span(j), layout.block_q), score)
             for lo, hi, masked in tiles.segments():
-                grads = lax.fori_loop(lo, hi, functools.partial(visit, k=k, v=v, j=j, masked=masked), grads)
+                grads = lax.fori_loop(lo, hi, functools.partial(visit, keys=keys, keys_t=keys_t, j=j, masked=masked), grads)
             dq_tiles, dk, dv, dbias, dargs = grads
             dk, dv = dk.swapaxes(-1, -2), dv.swapaxes(-1, -2)
             return (dq_tiles, dbias, dargs), (self._result(dk * score.unit, k.dtype), self._result(dv, v.dtype))
@@ -118,8 +229,8 @@ class Online:
         floating = [n for n, yes in enumerate(score.differentiable_args) if yes]
         dbias = None if score.bias is None else zeros(score.bias.shape)
         dargs = tuple(zeros(score.args[n].shape) for n in floating)
-        columns = jnp.arange(layout.kv_count, dtype=jnp.int32), layout.cut_keys(k), layout.cut_keys(v)
-        totals = zeros(q_tiles.shape), dbias, dargs
+        columns = jnp.arange(layout.kv_count, dtype=jnp.int32), key_tiles, keys_t_tiles
+        totals = zeros(query_tiles.q.shape), dbias, dargs
         (dq_tiles, dbias, dargs), (dk, dv) = lax.scan(column_of_tiles, totals, columns)
         if dbias is not None:
             dscore = dscore.replace(bias=layout.join_pairs(dbias, whole_score.bias))
@@ -137,6 +248,15 @@ def rows_of(o: O, do: O, norm: Norm, dlse: PerQuery, score: Score) -> tile.Rows:
     """What the backward must know of each row, [batch, heads, q_len]."""
     of_head = lambda o, do, norm, dlse: tile.rows((o,), (do,), norm, dlse, score.slope, split=True)
     return jax.vmap(jax.vmap(of_head, in_axes=(1, 1, 0, 0)))(o, do, norm, dlse)
+
+
+def row_tangents_of(o: O, do: O, norm: Norm, tangents: Tangents) -> tile.RowTangents:
+    """Their tangents, [batch, heads, q_len]."""
+    of_head = lambda o, ot, do, dot, *of_rows: tile.delta_tangent(*map(_chunks, (o, ot, do, dot)), *of_rows)
+    its_axes = [None if x is None else 1 for x in (o, tangents.o, do, tangents.do)]
+    axes = *its_axes, 0, None if tangents.dlse is None else 0
+    delta = jax.vmap(jax.vmap(of_head, in_axes=axes), in_axes=tuple(None if n is None else 0 for n in axes))
+    return tile.RowTangents(tangents.lse, delta(o, tangents.o, do, tangents.do, norm, tangents.dlse))
 
 
 def unseen(q: Q, v: V, score: Score, dtype) -> tuple[O, Norm]:

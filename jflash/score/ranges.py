@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -112,15 +113,15 @@ def seeing_queries(score: Score, cols: Span, rows: Span) -> Array:
     return _reached(score.query_bounds, cols, score.keys, rows)
 
 
-def with_reach(score: Score, q: Array, k: Array, v: Array) -> Score:
+def with_reach(score: Score, q: Array, k: Array, v: Array, *tangents: Array) -> Score:
     """`score` with what the bounds know nothing of: which keys some query sees and which queries see some key.
 
-    Only segments, masks and functions hide more than the bounds, and it matters only where q, k or v hold something that
-    is not finite: only then are all pairs looked at, a few queries at a time.
+    Only segments, masks and functions hide more than the bounds, and it matters only where q, k, v or their tangents hold
+    something that is not finite: only then are all pairs looked at, a few queries at a time.
     """
     if score.banded:
         return score
-    finite = jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all()
+    finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in (q, k, v, *tangents)])
     seen = jax.ShapeDtypeStruct((k.shape[0], k.shape[2], k.shape[1]), jnp.int8)
     sees = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.int8)
     all_of_them = lambda: (jnp.ones(seen.shape, seen.dtype), jnp.ones(sees.shape, sees.dtype))

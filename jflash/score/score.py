@@ -26,11 +26,11 @@ class Pairs(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the logits of a tile are computed from, all as large as the tile."""
+    """What the logits of a tile are computed from, all as large as the tile; of tangents None where one is zero."""
 
-    qk: Array
-    bias: Array | None = None
-    values: tuple[Array, ...] = ()  # what score_fn reads from its floating-point arrays, in order
+    qk: Any
+    bias: Any = None
+    values: tuple[Any, ...] = ()  # what score_fn reads from its floating-point arrays, in order
 
     def where(self, visible: Array) -> Operands:
         """Zero where not visible, so that nothing that a hidden pair holds can reach a sum."""
@@ -316,6 +316,11 @@ class Score:
     @property
     def differentiable_args(self) -> tuple[bool, ...]:
         return tuple(jnp.issubdtype(arg.dtype, jnp.floating) for arg in self.args)
+
+    @property
+    def floating_args(self) -> tuple[Any, ...]:
+        """`args`, None in place of integers."""
+        return tuple(arg if yes else None for arg, yes in zip(self.args, self.differentiable_args, strict=True))
 
     def _apply_score_fn(self, s: Array, at: Pairs, read: Callable[[int, Array | int], Array]) -> Array:
         """score_fn(s, b, h, i, j, *args), i and j being positions; read(arg, index) gives what an array holds."""

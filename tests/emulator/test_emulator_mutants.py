@@ -52,7 +52,7 @@ def program(gpu):
     """(forward and backward of CASE, what to call it with, the PTX of each kernel, and what is noted of it)"""
     seen = {}
     with emulated(gpu, lambda name, ptx: seen.setdefault(name, ptx)) as log:
-        compiled, arguments, _ = accuracy.program(CASE, references(CASE)[0], implementation="triton")
+        compiled, arguments = accuracy.program(CASE, references(CASE)[0], implementation="triton")
         judged(CASE, jax.tree.map(np.asarray, compiled(*arguments)))
     assert not log.problems
     return compiled, arguments, seen, notes_of(log)

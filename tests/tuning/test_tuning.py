@@ -15,7 +15,7 @@ from checks import needs_compiler, normal
 from jax.experimental.compilation_cache import compilation_cache
 
 import jflash
-from jflash import machine_code, vjp
+from jflash import derivatives, machine_code
 from jflash.kernels import Inputs, Launcher, Triton
 from jflash.launch import blocks, gpu, user_cache
 from jflash.launch.table import Entry, Key, Launch
@@ -180,9 +180,9 @@ def h100(tmp_path, monkeypatch):
         return fake
 
     monkeypatch.setattr(Bench, "of", bench)
-    vjp.attend_jitted.clear_cache()
+    derivatives.attend_jitted.clear_cache()
     yield fake
-    vjp.attend_jitted.clear_cache()
+    derivatives.attend_jitted.clear_cache()
 
 
 def launched(caplog) -> dict[str, str]:
