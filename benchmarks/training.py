@@ -24,7 +24,7 @@ HELD_OUT_BATCHES = 16
 REPORTS = 10  # held-out losses after the first one, the last one at the end
 
 
-def _option(default, **keywords) -> Any:
+def option(default, **keywords) -> Any:
     """A field of Options; the keywords are those of argparse."""
     return dataclasses.field(default=default, metadata=keywords)
 
@@ -33,17 +33,17 @@ def _option(default, **keywords) -> Any:
 class Options:
     """What is trained, and how; each field is an option of the command line."""
 
-    model: str = _option("flax-nnx", help="in which library the model is written", choices=models.NAMES)
-    attention: str = _option("jflash", help="which attention", choices=tuple(ATTENTIONS))
-    devices: int = _option(1, help="divide the batch over so many devices, and where it is too small the sequences too")
-    steps: int = _option(400, help="optimizer steps")
-    length: int = _option(256, help="bytes of a sequence")
-    batch: int = _option(4, help="sequences of a step")
-    seed: int = _option(0, help="of the parameters and of the choice of sequences")
-    layers: int = _option(3, help="blocks of attention and perceptron")
-    width: int = _option(128, help="features of a byte between the blocks")
-    heads: int = _option(4, help="attention heads of a block")
-    learning_rate: float = _option(3e-3, help="at its highest")
+    model: str = option("flax-nnx", help="in which library the model is written", choices=models.NAMES)
+    attention: str = option("jflash", help="which attention", choices=tuple(ATTENTIONS))
+    devices: int = option(1, help="divide the batch over so many devices, and where it is too small the sequences too")
+    steps: int = option(400, help="optimizer steps")
+    length: int = option(256, help="bytes of a sequence")
+    batch: int = option(4, help="sequences of a step")
+    seed: int = option(0, help="of the parameters and of the choice of sequences")
+    layers: int = option(3, help="blocks of attention and perceptron")
+    width: int = option(128, help="features of a byte between the blocks")
+    heads: int = option(4, help="attention heads of a block")
+    learning_rate: float = option(3e-3, help="at its highest")
 
     def __post_init__(self):
         for name, allowed in (("model", models.NAMES), ("attention", ATTENTIONS)):
