@@ -92,6 +92,11 @@ class Options:
         return (self.size // self.patch) ** 2
 
     def __post_init__(self):
+        for name in ("steps", "size", "patch", "batch", "layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % (2 * self.heads):  # rotary embeddings turn pairs of features
+            raise ValueError(f"width must be a multiple of 2 * heads = {2 * self.heads}, got {self.width}")
         if self.size % self.patch:
             raise ValueError(f"size must be a multiple of patch = {self.patch}, got {self.size}")
 
@@ -181,18 +186,20 @@ def sample(model: Flow, key: Array, digits: Array, size: int, attend: Attend) ->
 class State(NamedTuple):
     """All that a step changes."""
 
-    model: Flow
-    opt_state: optax.OptState
+    model: Any  # a Flow, which is a tree of arrays
+    opt_state: Any
 
 
-def compiled(options: Options, attend: Attend) -> tuple[State, Any]:
+@functools.cache  # what was trained with is timed
+def compiled(options: Options, implementation: str | None) -> tuple[State, Any]:
     """A state to begin with, and a step of training: compiled, (state, key) -> (state, the mean square error before it)."""
+    attend = functools.partial(jflash.attention, implementation=implementation)
     optimizer = optax.adam(optax.cosine_decay_schedule(options.learning_rate, options.steps))
 
     @jax.jit
     def init(key: Array) -> State:
         model = Flow(options, key=key)
-        return State(model, optimizer.init(model))
+        return State(model, optimizer.init(eqx.filter(model, eqx.is_array)))
 
     @jax.jit
     def step(state: State, key: Array) -> tuple[State, Array]:
@@ -208,24 +215,25 @@ def compiled(options: Options, attend: Attend) -> tuple[State, Any]:
     return state, step.lower(state, key).compile()
 
 
-def train(options: Options, attend: Attend, console: Console) -> tuple[list[float], dict[str, np.ndarray]]:
+def train(options: Options, implementation: str | None, console: Console) -> tuple[list[float], dict[str, np.ndarray]]:
     """Trains, and tells a console how it goes: the errors of all steps, and the images that a picture shows, by their title."""
-    key = jax.random.key(options.seed)
-    digits = jnp.tile(jnp.arange(DIGITS), 6)
+    key, digits = jax.random.key(options.seed), jnp.tile(jnp.arange(DIGITS), 6)
+    attend = functools.partial(jflash.attention, implementation=implementation)
     draw_some = jax.jit(lambda model: sample(model, key, digits, options.size, attend))
 
     start = time.perf_counter()
-    state, step = compiled(options, attend)
+    state, step = compiled(options, implementation)
     size = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     images = {"one step from noise, before training": np.asarray(draw_some(state.model))}
     console.print(f"{size:,} parameters, {options.length} tokens an image; compiled in {time.perf_counter() - start:.1f} s")
 
+    every = -(-options.steps // REPORTS)
     start, errors = time.perf_counter(), []
     for n in track(range(options.steps), "training", console=console, disable=not console.is_terminal):
         state, error = step(state, jax.random.fold_in(key, n))
         errors.append(float(error))
-        if (n + 1) % -(-options.steps // REPORTS) == 0 or n + 1 == options.steps:
-            console.print(f"step {n + 1:5}  mean square error {statistics.fmean(errors[-100:]):.3f}")
+        if (n + 1) % every == 0:
+            console.print(f"step {n + 1:5}  mean square error {statistics.fmean(errors[-every:]):.3f}")
     console.print(f"{options.steps} steps of {options.batch} images in {time.perf_counter() - start:.0f} s")
     images[f"one step from the same noise, after {options.steps} steps"] = np.asarray(draw_some(state.model))
     images["what was to be learned"] = np.asarray(draw_all(key, digits, options.size))
@@ -237,9 +245,8 @@ def picture(images: dict[str, np.ndarray], output: Path) -> None:
     figure, axes = plt.subplots(1, len(images), figsize=(15, 3.6), layout="constrained")
     for axis, (title, group) in zip(axes, images.items(), strict=True):
         size = group.shape[-1]
-        axis.imshow(
-            group.reshape(-1, DIGITS, size, size).swapaxes(1, 2).reshape(-1, DIGITS * size), cmap="gray", vmin=-1, vmax=1
-        )
+        page = group.reshape(-1, DIGITS, size, size).swapaxes(1, 2).reshape(-1, DIGITS * size)
+        axis.imshow(page, cmap="gray", vmin=-1, vmax=1)
         axis.set_title(title)
         axis.axis("off")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -251,26 +258,30 @@ def picture(images: dict[str, np.ndarray], output: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- the comparison
 
 
-def compare(options: Options, attentions: dict[str, Attend], turns: int, console: Console) -> list[dict[str, Any]]:
-    """Times a step of training with each attention, turn by turn; the lines of the printed table, one an attention."""
-    states, steps = zip(*(compiled(options, attend) for attend in attentions.values()), strict=True)
-    seconds = seconds_in_turns(dict(zip(attentions, steps, strict=True)), turns, (states[0], jax.random.key(options.seed)))
+def compare(options: Options, implementation: str | None, turns: int, console: Console) -> list[dict[str, Any]]:
+    """Times a step of training beside one with naive attention, turn by turn; returns the lines of the printed table."""
+    starts, steps = {}, {}
+    for some in (implementation, "naive"):
+        name = f"jflash, {some}" if some else "jflash"
+        starts[name], steps[name] = compiled(options, some)
+    state, *_ = starts.values()  # all begin alike
+    seconds = seconds_in_turns(steps, turns, (state, jax.random.key(options.seed)))
     lines = [
         {
             "attention": name,
             "step_milliseconds": 1e3 * statistics.median(seconds[name]),
             "temporary_MiB": step.memory_analysis().temp_size_in_bytes / 2**20,
         }
-        for name, step in zip(attentions, steps, strict=True)
+        for name, step in steps.items()
     ]
     where = setting()
     print_table(f"{options.batch} images of {options.length} tokens, {where['device']}, JAX {where['jax']}", lines)
-    ours, *theirs = lines
-    for line in theirs:
-        ratio = statistics.median(a / b for a, b in zip(*(seconds[x["attention"]] for x in (line, ours)), strict=True))
+    if len(lines) == 2:
+        ours, naive = lines
+        ratio = statistics.median(theirs / mine for mine, theirs in zip(*seconds.values(), strict=True))
         console.print(
-            f"A step with {ours['attention']} is {ratio:.2f} times as fast as with {line['attention']} and takes "
-            f"{ours['temporary_MiB'] / line['temporary_MiB']:.3f} of the temporary memory.",
+            f"A step is {ratio:.2f} times as fast as with naive attention, and takes "
+            f"{ours['temporary_MiB'] / naive['temporary_MiB']:.3f} of the temporary memory.",
             soft_wrap=True,
         )
     return lines
@@ -283,27 +294,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for field in dataclasses.fields(Options):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default, **field.metadata
-        )
+        name = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(name, type=type(field.default), default=field.default, **field.metadata)
     parser.add_argument("--implementation", help="of jflash.attention; 'naive' writes out the scores of all pairs")
     parser.add_argument("--turns", type=int, default=5, help="how often a step with jflash and a naive one are timed; 0: not")
     parser.add_argument("--longer", type=int, default=32, help="side of larger images, a token each pixel, to time as well")
     parser.add_argument("--out", type=Path, default=RESULTS / "meanflow.png", metavar="FILE.png", help="the picture")
     chosen = parser.parse_args(arguments)
-    attend = lambda implementation: functools.partial(jflash.attention, implementation=implementation)
     console = Console()
     try:
         options = Options(**{field.name: getattr(chosen, field.name) for field in dataclasses.fields(Options)})
-        _, images = train(options, attend(chosen.implementation), console)
+        longer = dataclasses.replace(options, size=chosen.longer, patch=1)
+        longer = dataclasses.replace(longer, batch=max(1, options.batch * options.length // longer.length))  # as many tokens
+        _, images = train(options, chosen.implementation, console)
         picture(images, chosen.out)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    longer = dataclasses.replace(options, size=chosen.longer, patch=1)
-    longer = dataclasses.replace(longer, batch=max(1, options.batch * options.length // longer.length))  # as many tokens
-    attentions = {chosen.implementation or "jflash": attend(chosen.implementation), "naive": attend("naive")}
     for some in (options, longer) if chosen.turns else ():
-        compare(some, attentions, chosen.turns, console)
+        compare(some, chosen.implementation, chosen.turns, console)
 
 
 if __name__ == "__main__":
