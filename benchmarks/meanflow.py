@@ -4,7 +4,7 @@ Its loss (Geng et al. 2025, arXiv:2505.13447) asks how the network changes along
 its parameters, `jax.grad`. The network is a transformer, and all that jflash has to do with it is the function `attend`.
 
 The data are drawn here. A picture shows what one step makes of noise before and after training, and what was to be learned;
-a table shows what a step of training takes with jflash, and with attention that writes out the scores of all pairs.
+a table shows what a step of training takes, beside one with attention that writes out the scores of all pairs.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def draw(key: Array, digit: Array, size: int) -> Array:
     return jnp.clip(6 * (ink - thinness), -1, 1)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def draw_all(key: Array, digits: Array, size: int) -> Array:
     """An image of each of the digits `[batch]`."""
     return jax.vmap(draw, (0, 0, None))(jax.random.split(key, len(digits)), digits, size)
@@ -147,17 +148,15 @@ def waves(times: Array) -> Array:
 
 # ---------------------------------------------------------------------------------------------------------------- MeanFlow
 
-REPORTS = 10  # of a training
-
 SAME = 0.5  # the share of r = t, where the mean velocity is the velocity itself and the target does not need the network
 
 
 def loss(model: Flow, key: Array, images: Array, digits: Array, attend: Attend) -> tuple[Array, Array]:
     """Algorithm 1: the loss, and the mean square of the error that it weighs.
 
-    The mean velocity over r to t times (t - r) is the integral of the velocity v; by t, that is u + (t - r) du/dt = v, where
-    du/dt follows the path: the derivative of u along (v, 0, 1). So is u learned without an integral, and its du/dt is the
-    network's own, a constant to the gradient.
+    (t - r) u is the integral of the velocity v from r to t. Its derivative by t says u + (t - r) du/dt = v, and so u is learned
+    without an integral: du/dt is the derivative along the path, on which z moves by v, r not at all and t by 1. It is a part
+    of the target, which is a constant to the gradient, so nothing is differentiated twice.
     """
     for_noise, for_times, for_same = jax.random.split(key, 3)
     noise = jax.random.normal(for_noise, images.shape)
@@ -182,6 +181,8 @@ def sample(model: Flow, key: Array, digits: Array, size: int, attend: Attend) ->
 
 # ------------------------------------------------------------------------------------------------------------- the training
 
+REPORTS = 10  # of how it goes
+
 
 class State(NamedTuple):
     """All that a step changes."""
@@ -197,8 +198,8 @@ def compiled(options: Options, implementation: str | None) -> tuple[State, Any]:
     optimizer = optax.adam(optax.cosine_decay_schedule(options.learning_rate, options.steps))
 
     @jax.jit
-    def init(key: Array) -> State:
-        model = Flow(options, key=key)
+    def init() -> State:
+        model = Flow(options, key=jax.random.key(options.seed))
         return State(model, optimizer.init(eqx.filter(model, eqx.is_array)))
 
     @jax.jit
@@ -210,39 +211,39 @@ def compiled(options: Options, implementation: str | None) -> tuple[State, Any]:
         updates, opt_state = optimizer.update(grads, state.opt_state)
         return State(optax.apply_updates(state.model, updates), opt_state), error
 
-    key = jax.random.key(options.seed)
-    state = init(key)
-    return state, step.lower(state, key).compile()
+    state = init()
+    return state, step.lower(state, jax.random.key(0)).compile()
 
 
 def train(options: Options, implementation: str | None, console: Console) -> tuple[list[float], dict[str, np.ndarray]]:
     """Trains, and tells a console how it goes: the errors of all steps, and the images that a picture shows, by their title."""
-    key, digits = jax.random.key(options.seed), jnp.tile(jnp.arange(DIGITS), 6)
+    for_steps, for_noise, for_images = jax.random.split(jax.random.fold_in(jax.random.key(options.seed), 1), 3)
+    digits = jnp.tile(jnp.arange(DIGITS), 6)
     attend = functools.partial(jflash.attention, implementation=implementation)
-    draw_some = jax.jit(lambda model: sample(model, key, digits, options.size, attend))
+    sampled = jax.jit(lambda model: sample(model, for_noise, digits, options.size, attend))
 
     start = time.perf_counter()
     state, step = compiled(options, implementation)
     size = sum(leaf.size for leaf in jax.tree.leaves(state.model))
-    images = {"one step from noise, before training": np.asarray(draw_some(state.model))}
+    images = {"one step from noise, before training": np.asarray(sampled(state.model))}
     console.print(f"{size:,} parameters, {options.length} tokens an image; compiled in {time.perf_counter() - start:.1f} s")
 
     every = -(-options.steps // REPORTS)
     start, errors = time.perf_counter(), []
     for n in track(range(options.steps), "training", console=console, disable=not console.is_terminal):
-        state, error = step(state, jax.random.fold_in(key, n))
+        state, error = step(state, jax.random.fold_in(for_steps, n))
         errors.append(float(error))
         if (n + 1) % every == 0:
             console.print(f"step {n + 1:5}  mean square error {statistics.fmean(errors[-every:]):.3f}")
     console.print(f"{options.steps} steps of {options.batch} images in {time.perf_counter() - start:.0f} s")
-    images[f"one step from the same noise, after {options.steps} steps"] = np.asarray(draw_some(state.model))
-    images["what was to be learned"] = np.asarray(draw_all(key, digits, options.size))
+    images[f"one step from the same noise, after {options.steps} steps"] = np.asarray(sampled(state.model))
+    images["what was to be learned"] = np.asarray(draw_all(for_images, digits, options.size))
     return errors, images
 
 
 def picture(images: dict[str, np.ndarray], output: Path) -> None:
     """A panel for each group of images, a column for each digit."""
-    figure, axes = plt.subplots(1, len(images), figsize=(15, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, len(images), figsize=(15, 3.4), layout="constrained")
     for axis, (title, group) in zip(axes, images.items(), strict=True):
         size = group.shape[-1]
         page = group.reshape(-1, DIGITS, size, size).swapaxes(1, 2).reshape(-1, DIGITS * size)
@@ -262,7 +263,7 @@ def compare(options: Options, implementation: str | None, turns: int, console: C
     """Times a step of training beside one with naive attention, turn by turn; returns the lines of the printed table."""
     starts, steps = {}, {}
     for some in (implementation, "naive"):
-        name = f"jflash, {some}" if some else "jflash"
+        name = some or "jflash"
         starts[name], steps[name] = compiled(options, some)
     state, *_ = starts.values()  # all begin alike
     seconds = seconds_in_turns(steps, turns, (state, jax.random.key(options.seed)))
