@@ -85,7 +85,7 @@ class Options:
     layers: int = option(3, help="blocks of attention and perceptron")
     width: int = option(64, help="features of a token between the blocks")
     heads: int = option(4, help="attention heads of a block")
-    learning_rate: float = option(2e-3, help="at its highest")
+    learning_rate: float = option(4e-3, help="at its highest")
 
     @property
     def length(self) -> int:
@@ -195,7 +195,7 @@ class State(NamedTuple):
 def compiled(options: Options, implementation: str | None) -> tuple[State, Any]:
     """A state to begin with, and a step of training: compiled, (state, key) -> (state, the mean square error before it)."""
     attend = functools.partial(jflash.attention, implementation=implementation)
-    optimizer = optax.adam(optax.cosine_decay_schedule(options.learning_rate, options.steps))
+    optimizer = optax.adam(optax.cosine_decay_schedule(options.learning_rate, options.steps), b2=0.95)
 
     @jax.jit
     def init() -> State:
