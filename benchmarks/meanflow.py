@@ -37,7 +37,7 @@ from benchmarks.models import Attend
 from benchmarks.models.equinox import Block, each, linear, norm, with_weight
 from benchmarks.training import option
 
-# -------------------------------------------------------------------------------------------------------------- the digits
+# --------------------------------------------------------------------------------------------------------------- digits
 
 FONT = """
     .###. ..#.. .###. ##### ...#. ##### ..##. ##### .###. .###.
@@ -70,7 +70,7 @@ def draw_all(key: Array, digits: Array, size: int) -> Array:
     return jax.vmap(draw, (0, 0, None))(jax.random.split(key, len(digits)), digits, size)
 
 
-# ------------------------------------------------------------------------------------------------------------- the network
+# -------------------------------------------------------------------------------------------------------------- network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def waves(times: Array) -> Array:
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1).reshape(*times.shape[:-1], -1)
 
 
-# ---------------------------------------------------------------------------------------------------------------- MeanFlow
+# ------------------------------------------------------------------------------------------------------------- MeanFlow
 
 SAME = 0.5  # the share of r = t, where the mean velocity is the velocity itself and the target does not need the network
 
@@ -179,7 +179,7 @@ def sample(model: Flow, key: Array, digits: Array, size: int, attend: Attend) ->
     return noise - model(noise, jnp.zeros_like(t), t, digits, attend)
 
 
-# ------------------------------------------------------------------------------------------------------------- the training
+# ------------------------------------------------------------------------------------------------------------- training
 
 REPORTS = 10  # of how it goes
 
@@ -256,7 +256,7 @@ def picture(images: dict[str, np.ndarray], output: Path) -> None:
     print(f"drawn to {output}")
 
 
-# ----------------------------------------------------------------------------------------------------------- the comparison
+# ----------------------------------------------------------------------------------------------------------- comparison
 
 
 def compare(options: Options, implementation: str | None, turns: int, console: Console) -> list[dict[str, Any]]:
