@@ -232,9 +232,12 @@ def product_tangent(product: Callable, a: Any, at: Any, b: Any, bt: Any) -> Arra
 
 
 class Moments(NamedTuple):
-    """The running sums of the tangents of lse and o, and of the probabilities."""
+    """The running sums of the tangents of lse and o.
 
-    l: PerRow  # sum of p: one in the end, but for the rounding of a large lse, which then is in the other sums too
+    And of the probabilities, where rows are known by one number: its rounding is in all three, and in no quotient of them.
+    """
+
+    l: Any  # sum of p, one but for that; or None
     lset: PerRow  # sum of p * st, st being the tangent of the logit
     acc: OfRows  # sum of p * st * v + p * vt over the probabilities that reached v
 
@@ -252,7 +255,8 @@ def tangent(
     p = _probabilities(x, rows, score, arith)
     reached = p if (kept := score.kept(at)) is None else jnp.where(kept, p * score.upscale, 0)
     l, lset, acc = state
-    l = l + jnp.sum(p, axis=1)
+    if l is not None:
+        l = l + jnp.sum(p, axis=1)
     if xt is not None:
         st = xt if score.unit == 1 else xt * score.unit
         if visible is not None:
@@ -267,9 +271,11 @@ def tangent(
 def finish_tangent(state: Moments, o: OfRows) -> tuple[OfRows, PerRow]:
     """(ot, lset) of rows that have seen all their keys; `state` began with the share of their sink, see sinks_tangent.
 
-    Divided by the sum of what they were summed with, so that st - lset cancels where one key has all the weight.
+    Where there is a sum of p it divides, so that st - lset cancels where one key has all the weight.
     """
-    lset, *acc = (numerics.divide_or_zero(x, state.l if x.ndim == 1 else state.l[:, None]) for x in (state.lset, *state.acc))
+    l, lset, acc = state
+    if l is not None:
+        lset, acc = numerics.divide_or_zero(lset, l), tuple(numerics.divide_or_zero(a, l[:, None]) for a in acc)
     return tuple(a - lset[:, None] * x.astype(a.dtype) for a, x in zip(acc, o, strict=True)), lset
 
 

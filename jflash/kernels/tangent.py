@@ -74,6 +74,7 @@ def _kernel(inputs: Inputs, o_ref, norm_refs: Norm, start_refs, ot_ref, lset_ref
 
     zeros = lambda *shape: jnp.zeros((rows.size, *shape), jnp.float32)
     l, lset = (zeros(), zeros()) if start_refs is None else (Vector(ref).load(rows, there, 0) for ref in start_refs)
+    l = l if known_of_rows.top is None else None
     state = tile.Moments(l, lset, tuple(map(zeros, memory.chunks(widths.v_dim, inputs.v.dtype))))
     for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
         state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)

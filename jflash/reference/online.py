@@ -56,6 +56,13 @@ class _Queries(NamedTuple):
         return _Queries(self.q, self.do, *jax.tree.map(jnp.transpose, (self.q_across, self.do_across)))
 
 
+def _product_tangent(q: Q, qt: Q | None, k: K, kt: K | None) -> tuple[Any, Any]:
+    """What to multiply for the tangent of q · kᵀ: one product twice as wide where both move, which a CPU likes better."""
+    if qt is None or kt is None:
+        return (None, None) if qt is kt else (q, kt) if qt is None else (qt, k)
+    return jnp.concatenate([qt, q], axis=-1), jnp.concatenate([k, kt], axis=-1)
+
+
 def _matrices(queries: _Queries, keys: _Keys) -> tile.Matrices:
     return tile.Matrices(*map(_chunks, (queries.q, *keys, queries.do)))
 
@@ -118,37 +125,35 @@ class Online:
     def tangent(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, tangents: Tangents) -> tuple[O, PerQuery]:
         layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)
         rows = tile.Rows.of(norm, score.slope, split=True)
-        start = tile.sinks_tangent(norm, tangents.score.sinks, score)
+        _, start = tile.sinks_tangent(norm, tangents.score.sinks, score)
         scores = ranges.with_kv_visits(score, layout.block_q, layout.block_kv), tangents.score
         scores = score, _ = tuple(map(layout.cut_score, scores))
-        key_tiles = jax.tree.map(layout.cut_keys, _Keys(k, v)), jax.tree.map(layout.cut_keys, _Keys(tangents.k, tangents.v))
+        left, right = _product_tangent(q, tangents.q, k, tangents.k)
+        query_tiles = jax.tree.map(layout.cut_queries, (q, left))
+        key_tiles = jax.tree.map(layout.cut_keys, (k, right, v, tangents.v))
         arith = Arithmetic(self.precision)
 
-        def visit(j, state, q, qt, rows, i, masked):
-            def one(state, queries, rows, keys, keys_t, score, score_t, at):
+        def visit(j, state, queries, rows, i, masked):
+            def one(state, queries, rows, keys, score, score_t, at):
                 visible = score.visible(at) if masked else None
-                (q, qt), (keys, keys_t) = layout.hide(visible, at, queries, (keys, keys_t))
-                q, qt, k, v, kt, vt = map(_chunks, (q, qt, *keys, *keys_t))
-                qk, qkt = arith.inner(q, k), tile.product_tangent(arith.inner, q, qt, k, kt)
+                queries, keys = layout.hide(visible, at, queries, keys)
+                (q, left), (k, right, v, vt) = map(_chunks, queries), map(_chunks, keys)
+                qkt = None if left is None else arith.inner(left, right)
                 rows = rows.map(lambda x: x[:, None])
-                return tile.tangent(state, qk, qkt, v, vt, rows, score, score_t, at, visible, arith)
+                return tile.tangent(state, arith.inner(q, k), qkt, v, vt, rows, score, score_t, at, visible, arith)
 
-            keys, keys_t = jax.tree.map(lambda x: x[j], key_tiles)
-            return layout.for_each(one, scores, i, j)(state, (q, qt), rows, keys, keys_t)
+            return layout.for_each(one, scores, i, j)(state, queries, rows, jax.tree.map(lambda x: x[j], key_tiles))
 
         def row_of_tiles(x):
-            i, q, qt, rows, start, o = x
-            l, lset = start
-            state = tile.Moments(l, lset, (jnp.zeros(o.shape, norm.m.dtype),))
-            state = _over_row(layout, score, i, functools.partial(visit, q=q, qt=qt, rows=rows, i=i), state)
+            i, queries, rows, lset, o = x
+            state = tile.Moments(None, lset, (jnp.zeros(o.shape, norm.m.dtype),))
+            state = _over_row(layout, score, i, functools.partial(visit, queries=queries, rows=rows, i=i), state)
             (ot,), lset = jax.vmap(jax.vmap(tile.finish_tangent))(state, (o,))
             return self._result(ot, q.dtype), lset
 
-        queries, queries_t, outputs = jax.tree.map(layout.cut_queries, (q, tangents.q, o))
         row_tiles = jax.tree.map(layout.cut_rows, rows, tile.Rows(0, jnp.inf))  # p = 0 beyond the end
-        start_tiles = tuple(layout.cut_rows(x, 0) for x in start)
-        tiles = jnp.arange(layout.q_count, dtype=jnp.int32), queries, queries_t, row_tiles, start_tiles, outputs
-        ot, lset = lax.map(row_of_tiles, tiles)
+        counts = jnp.arange(layout.q_count, dtype=jnp.int32)
+        ot, lset = lax.map(row_of_tiles, (counts, query_tiles, row_tiles, layout.cut_rows(start, 0), layout.cut_queries(o)))
         return layout.join_queries(ot), layout.join_rows(lset)
 
     def backward(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
