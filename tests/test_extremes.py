@@ -125,7 +125,7 @@ def few_values():
 
 
 @pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize("scale", essentials([3e38, -3e38, 2.0**126, 1e30, -1e20, 2e9], lambda scale: abs(scale) > 2e38))
+@pytest.mark.parametrize("scale", essentials([3e38, -3e38, 2.0**126, 1e30, -1e20, 2e9], lambda scale: scale == -3e38))
 def test_a_scale_up_to_the_largest_float(scale, implementation):
     q, k = few_values()
     scale = float(np.float32(scale))
@@ -137,7 +137,7 @@ def test_a_scale_up_to_the_largest_float(scale, implementation):
 
 
 @pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize("scale", [1e38, -1e38, 1e12])
+@pytest.mark.parametrize("scale", essentials([1e38, -1e38, 1e12], lambda scale: scale == 1e38))
 def test_random_logits_as_large(scale, implementation):
     """The forward finds each row's key; the backward, whose products may be rounded otherwise, may lose it, but is finite."""
     q, k = Q / 8, K / 2

@@ -18,6 +18,8 @@ from jflash.proof.cases import Case
 from jflash.score import ranges
 from jflash.score.ranges import Span
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")  # but for check(), the comparison with float64
+
 # ------------------------------------------------------------------------------------------- combinations
 
 SWITCHES = {

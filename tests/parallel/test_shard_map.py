@@ -17,6 +17,8 @@ from jflash import machine_code
 from jflash.proof import accuracy
 from jflash.proof.cases import Case
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 # Some arrays are split over both axes, some over one, some over none: their gradients are sums over the rest. There is no
 # function of b or h, which count from 0 on each device.
 EVERYTHING = Case(

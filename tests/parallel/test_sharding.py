@@ -18,6 +18,7 @@ from jflash.parallel.shardings import Cut
 from jflash.proof import accuracy
 from jflash.proof.cases import Case
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 MODES = ("shardy", "gspmd", "explicit")
 
 
