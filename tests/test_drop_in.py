@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import essentials, exact, fewest_that_cover, normal, options_of
+from checks import essentials, fewest_that_cover, normal, options_of
 
 from jflash import dot_product_attention
 from jflash.proof import accuracy

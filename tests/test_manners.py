@@ -26,19 +26,6 @@ pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 IMPLEMENTATIONS = (None, *TILED, "naive")
 EVERYWHERE = pytest.mark.parametrize("implementation", essentials(IMPLEMENTATIONS, ("xla",).__contains__))
-SETTINGS = {
-    "disable_jit": [jax.disable_jit],
-    "rank promotion": [lambda: jax.numpy_rank_promotion("raise")],
-    "dtype promotion": [lambda: jax.numpy_dtype_promotion("strict")],
-    "64 bits": [lambda: jax.enable_x64(True)],
-    "64 bits, dtype promotion": [lambda: jax.enable_x64(True), lambda: jax.numpy_dtype_promotion("strict")],
-    "64 bits, all promotion": [
-        lambda: jax.enable_x64(True), lambda: jax.numpy_dtype_promotion("strict"), lambda: jax.numpy_rank_promotion("raise")
-    ],
-    "debug_nans": [lambda: jax.debug_nans(True)],
-    "enable_checks": [lambda: jax.enable_checks(True)],
-    "check_tracer_leaks": [looking_at_what_is_new, lambda: jax.check_tracer_leaks(True)],
-}
 
 
 @contextlib.contextmanager
@@ -52,6 +39,22 @@ def looking_at_what_is_new():
         gc.unfreeze()
 
 
+SETTINGS = {
+    "disable_jit": [jax.disable_jit],
+    "rank promotion": [lambda: jax.numpy_rank_promotion("raise")],
+    "dtype promotion": [lambda: jax.numpy_dtype_promotion("strict")],
+    "64 bits": [lambda: jax.enable_x64(True)],
+    "64 bits, all promotion": [
+        lambda: jax.enable_x64(True),
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.numpy_rank_promotion("raise"),
+    ],
+    "debug_nans": [lambda: jax.debug_nans(True)],
+    "enable_checks": [lambda: jax.enable_checks(True)],
+    "check_tracer_leaks": [looking_at_what_is_new, lambda: jax.check_tracer_leaks(True)],
+}
+
+
 @pytest.fixture
 def setting(request):
     with contextlib.ExitStack() as stack:
@@ -60,9 +63,8 @@ def setting(request):
         yield request.param
 
 
-STRICT = ("rank promotion", "64 bits, dtype promotion")
-UNDER_STRICT = pytest.mark.parametrize("setting", [*essentials(STRICT, ().__contains__), "64 bits, all promotion"], indirect=True)
-UNDER_EACH = pytest.mark.parametrize("setting", essentials(SETTINGS, lambda name: name not in STRICT), indirect=True)
+STRICTEST = pytest.mark.parametrize("setting", ["64 bits, all promotion"], indirect=True)
+UNDER_EACH = pytest.mark.parametrize("setting", SETTINGS, indirect=True)
 
 
 def mask_fn(b, h, i, j, seen):
@@ -162,7 +164,7 @@ ALONE = (
 )
 
 
-@UNDER_STRICT
+@STRICTEST
 @pytest.mark.parametrize("implementation", [*TILED, "naive"])
 def test_each_option_alone_is_traced(made, setting, implementation):
     for options in ALONE:
@@ -171,7 +173,7 @@ def test_each_option_alone_is_traced(made, setting, implementation):
         jax.jit(functools.partial(outputs, implementation=implementation, **rest)).lower(arrays)
 
 
-@UNDER_STRICT
+@STRICTEST
 @pytest.mark.parametrize("implementation", [*TILED, "naive"])
 def test_every_option_is_traced_otherwise(made, setting, implementation):
     """Without groups of heads, and inside jax.vmap."""
@@ -212,7 +214,7 @@ def test_functions_are_told_int32(setting, implementation, heads):
     assert {x.dtype for x in told} == {jnp.dtype(jnp.int32)}
 
 
-@pytest.mark.parametrize("setting", STRICT, indirect=True)
+@pytest.mark.parametrize("setting", ["rank promotion", "64 bits, all promotion"], indirect=True)
 def test_the_layers_and_helpers_too(setting):
     equinox, flax = pytest.importorskip("jflash.equinox"), pytest.importorskip("jflash.flax")
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

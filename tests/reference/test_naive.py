@@ -30,7 +30,7 @@ def numpy_attention(case, q, k, v, do, dlse):
     mask, bias = (np.broadcast_to(x, everything) for x in (options.get("mask", True), parameters.get("bias", 0.0)))
     kept = np.ones(everything)
     if case.dropout_rate:
-        kept = dropout_mask(options["dropout_key"], case.dropout_rate, everything) / (1 - case.dropout_rate)
+        kept = np.asarray(dropout_mask(options["dropout_key"], case.dropout_rate, everything)) / (1 - case.dropout_rate)
     segments = [np.asarray(ids) for ids in options.get("segment_ids", ())]
     visible, score = (jax.jit(options[name]) if options.get(name) else None for name in ("mask_fn", "score_fn"))
     for b, h, i in np.ndindex(everything[:3]):
