@@ -66,7 +66,7 @@ SETS = sets_that_cover_all_pairs(5)
 
 
 @pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize("names", essentials(SETS, SETS[:2].__contains__), ids=" ".join)
+@pytest.mark.parametrize("names", essentials(SETS, SETS[:1].__contains__), ids=" ".join)  # CASES has all of them at once
 def test_every_pair_of_options(names, implementation):
     check(switched_on(*names), implementation=implementation, block_sizes=SMALL_TILES)
 
@@ -321,7 +321,7 @@ AS_IT_SAYS = {"xla_allow_excess_precision": False}
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("score_fn", ["alibi", "decay"])
+@pytest.mark.parametrize("score_fn", essentials(["alibi", "decay"], ("decay",).__contains__))
 def test_score_fn_computes_with_bfloat16_arrays_in_float32(implementation, score_fn):
     case = Case(75, 75, head_dim=16, heads=2, kv_heads=1, causal=True, score_fn=score_fn, dtype="bfloat16")
     *arguments, dlse = references(case)[0]
