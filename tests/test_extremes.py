@@ -168,7 +168,7 @@ def test_huge_queries_and_keys(implementation):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
 
 
-@pytest.mark.parametrize("implementation", [None, *TILED])
+@pytest.mark.parametrize("implementation", essentials([None, *TILED], lambda name: name != "xla"))  # None is "xla" here
 def test_left_padding_of_a_batch_as_hugging_face_masks_it(implementation):
     """12 tokens of which 3 are padding, causal, a loss over the real ones: all gradients were NaN."""
     mask = np.where(np.tril(np.ones((12, 12), bool)) & (np.arange(12) >= 3), 0.0, LARGEST).astype(np.float32)

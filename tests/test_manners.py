@@ -64,7 +64,7 @@ def setting(request):
 
 
 STRICTEST = pytest.mark.parametrize("setting", ["64 bits, all promotion"], indirect=True)
-COMBINED = ("64 bits", "dtype promotion")  # in the strictest
+COMBINED = ("64 bits", "dtype promotion", "rank promotion")  # in the strictest
 UNDER_EACH = pytest.mark.parametrize("setting", essentials(SETTINGS, lambda name: name not in COMBINED), indirect=True)
 
 

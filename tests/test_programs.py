@@ -172,7 +172,7 @@ PARAMETERS = {
 }
 
 
-@EVERYWHERE
+@pytest.mark.parametrize("implementation", essentials(TILED, ("xla",).__contains__))
 @pytest.mark.parametrize("name", essentials(PARAMETERS, ("bias",).__contains__))
 def test_a_parameter_alone_and_all_but_it(name, implementation):
     """In one program of two equal calls, and one after the other."""

@@ -21,6 +21,7 @@ from jflash.proof.cases import SCORE_FNS
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 EVERYWHERE = pytest.mark.parametrize("implementation", TILED)
+FOR_USERS = pytest.mark.parametrize("implementation", essentials(TILED, ("xla",).__contains__))
 
 
 def inputs(*lead):
@@ -247,7 +248,7 @@ def test_policies_change_no_gradient(implementation):
 # ------------------------------------------------------------------------------------------------- scan and donation
 
 
-@EVERYWHERE
+@FOR_USERS
 def test_scan_over_layers_is_a_loop(implementation):
     x, weights = normal(2, 20, 2, 8), normal(3, 3, 8, 8, seed=1) / 3  # [layers, (q, k, v), 8, 8]
 
@@ -281,7 +282,7 @@ def test_donated_buffers(implementation):
 # ------------------------------------------------------------------------------------------------------ 64-bit mode
 
 
-@pytest.mark.parametrize("implementation", essentials(TILED, ("xla",).__contains__))
+@FOR_USERS
 def test_in_64_bit_mode_float32_is_float32(implementation):
     arguments = everything()
     expected = jax.tree.map(np.asarray, one(implementation)(arguments))
@@ -419,7 +420,7 @@ def test_computed_while_tracing(implementation):
     np.testing.assert_allclose(program(1.0), 1.0 + fn(q, k, v), atol=1e-6)
 
 
-@EVERYWHERE
+@FOR_USERS
 def test_debug_nans_finds_none_but_those_that_are_there(implementation):
     arguments = everything()
     arguments["bias"] = arguments["bias"].at[:, :, 7].set(-jnp.inf)
