@@ -59,10 +59,10 @@ ESSENTIAL_CASES = fewest_that_cover(CASES, options_of)
 
 
 @contextlib.contextmanager
-def compiling_quickly():
-    """Where compiling for the CPU takes the time, and not what is compiled."""
+def compiling_quickly(quickly=True):
+    """Where compiling for the CPU takes the time, and not what is compiled; `quickly` False: as users compile, within it."""
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", quickly)
     try:
         yield
     finally:
@@ -97,18 +97,28 @@ def judged_tangents(case, got):
 
 
 @functools.cache
+def exact(case):
+    """What dense attention gives in float64."""
+    with compiling_quickly():
+        return accuracy.exact(case, case.arrays())
+
+
+@functools.cache
 def references(case):
     arrays = case.arrays()
     with compiling_quickly():
-        return arrays, accuracy.run(case, arrays, implementation="naive"), accuracy.exact(case, arrays)
+        return arrays, accuracy.run(case, arrays, implementation="naive"), exact(case)
 
 
 def check(case, **how):
-    """Of implementations only "xla" is compiled for a CPU as its users compile it: for the kernels that is no home."""
-    arrays = references(case)[0]
-    with contextlib.nullcontext() if how.get("implementation") in (None, "xla") else compiling_quickly():
-        got = accuracy.run(case, arrays, **how)
+    with compiling_as_for_users(how.get("implementation")):
+        got = accuracy.run(case, references(case)[0], **how)
     return judged(case, got)
+
+
+def compiling_as_for_users(implementation):
+    """Of implementations only "xla" is compiled for a CPU as its users compile it: for the kernels that is no home."""
+    return compiling_quickly(implementation not in (None, "xla"))
 
 
 def judged(case, got):

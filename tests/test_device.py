@@ -112,7 +112,12 @@ TILES = {
 
 
 @pytest.mark.parametrize(
-    ("device", "tiles"), [x for tiles in TILES for x in each_device(tiles, id=tiles, group=f"tiles {tiles}")]
+    ("device", "tiles"),
+    [
+        x
+        for tiles in TILES
+        for x in each_device(tiles, id=tiles, group=f"tiles {tiles}", marks=[pytest.mark.whole] if tiles == "one stage" else [])
+    ],
 )
 def test_other_tiles(device, tiles):
     case = Case(130, 150, head_dim=32, batch=1, heads=2, kv_heads=1, causal=True, q_offset=20, dtype="bfloat16")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import normal
+from checks import essentials, fewest_that_cover, normal, options_of
 
 from jflash import dot_product_attention
 from jflash.proof import accuracy
@@ -53,7 +53,10 @@ def outputs(fn, case, arrays, empty, **how):
     return jax.jit(all_of)(q, k, v, do, **parameters)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ESSENTIAL = fewest_that_cover(CASES, options_of)
+
+
+@pytest.mark.parametrize("case", essentials(CASES, ESSENTIAL.__contains__), ids=lambda case: case.name)
 def test_values_and_gradients_are_those_of_jax_nn(case):
     """No farther from float64 than twice what jax.nn is, and that is in float32 no farther than the oracle may be."""
     *arrays, dlse = case.arrays()

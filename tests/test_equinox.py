@@ -106,6 +106,7 @@ def test_a_model_with_its_mask(mask):
     assert_alike(trained(OURS, MASKS[mask], (TILES,)), library, x64)
 
 
+@pytest.mark.whole
 def test_a_causal_model():
     assert_alike(trained(functools.partial(OURS, causal=True), None, (TILES,)), *references("causal"))
 

@@ -125,7 +125,7 @@ def few_values():
 
 
 @pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize("scale", essentials([3e38, -3e38, 2.0**126, 1e30, -1e20, 2e9], lambda scale: abs(scale) > 2e38))
+@pytest.mark.parametrize("scale", essentials([3e38, -3e38, 2.0**126, 1e30, -1e20, 2e9], lambda scale: scale == -3e38))
 def test_a_scale_up_to_the_largest_float(scale, implementation):
     q, k = few_values()
     scale = float(np.float32(scale))
@@ -137,7 +137,7 @@ def test_a_scale_up_to_the_largest_float(scale, implementation):
 
 
 @pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize("scale", [1e38, -1e38, 1e12])
+@pytest.mark.parametrize("scale", essentials([1e38, -1e38, 1e12], lambda scale: scale == 1e38))
 def test_random_logits_as_large(scale, implementation):
     """The forward finds each row's key; the backward, whose products may be rounded otherwise, may lose it, but is finite."""
     q, k = Q / 8, K / 2
@@ -168,7 +168,7 @@ def test_huge_queries_and_keys(implementation):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
 
 
-@pytest.mark.parametrize("implementation", [None, *TILED])
+@pytest.mark.parametrize("implementation", essentials([None, *TILED], lambda name: name != "xla"))  # None is "xla" here
 def test_left_padding_of_a_batch_as_hugging_face_masks_it(implementation):
     """12 tokens of which 3 are padding, causal, a loss over the real ones: all gradients were NaN."""
     mask = np.where(np.tril(np.ones((12, 12), bool)) & (np.arange(12) >= 3), 0.0, LARGEST).astype(np.float32)

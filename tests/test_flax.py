@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, normal
+from checks import SMALL_TILES, essentials, normal
 from flax import nnx
 from models import assert_alike, assert_trains, trainer
 
@@ -133,11 +133,15 @@ def test_a_model_with_its_mask(library, mask):
 
 @pytest.mark.parametrize(
     ("library", "mask", "options"),
-    [
-        ("linen", "causal", {"causal": True}),
-        ("linen", "combined", {"causal": True, "segment_ids": REAL.astype(int), "q_lengths": REAL.sum(1)}),
-        ("nnx", "combined", {"mask_fn": lambda b, h, i, j: j <= i, "kv_lengths": REAL.sum(1)}),
-    ],
+    essentials(
+        [
+            ("linen", "causal", {"causal": True}),
+            ("linen", "combined", {"causal": True, "segment_ids": REAL.astype(int), "q_lengths": REAL.sum(1)}),
+            ("nnx", "combined", {"mask_fn": lambda b, h, i, j: j <= i, "kv_lengths": REAL.sum(1)}),
+        ],
+        lambda model: model[1] == "combined",
+        several=True,
+    ),
 )
 def test_a_model_with_options_in_place_of_a_mask(library, mask, options):
     assert_alike(trained(library, None, functools.partial(TILED, **options)), *references(library, mask))
@@ -217,7 +221,7 @@ DECODED = {
 }
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", essentials(DECODED, ("window", "ALiBi").__contains__))
 def test_linen_decodes_as_the_whole_forward(name):
     fn, x = functools.partial(attention_fn, **DECODED[name]), normal(BATCH, 12, WIDTH)
     whole = apply_linen(linen_parameters(), x, fn)

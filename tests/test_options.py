@@ -18,6 +18,8 @@ from jflash.proof.cases import Case
 from jflash.score import ranges
 from jflash.score.ranges import Span
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")  # but for check(), the comparison with float64
+
 # ------------------------------------------------------------------------------------------- combinations
 
 SWITCHES = {
@@ -64,7 +66,7 @@ SETS = sets_that_cover_all_pairs(5)
 
 
 @pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize("names", essentials(SETS, SETS[:2].__contains__), ids=" ".join)
+@pytest.mark.parametrize("names", essentials(SETS, SETS[:1].__contains__), ids=" ".join)  # CASES has all of them at once
 def test_every_pair_of_options(names, implementation):
     check(switched_on(*names), implementation=implementation, block_sizes=SMALL_TILES)
 
@@ -319,7 +321,7 @@ AS_IT_SAYS = {"xla_allow_excess_precision": False}
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("score_fn", ["alibi", "decay"])
+@pytest.mark.parametrize("score_fn", essentials(["alibi", "decay"], ("decay",).__contains__))
 def test_score_fn_computes_with_bfloat16_arrays_in_float32(implementation, score_fn):
     case = Case(75, 75, head_dim=16, heads=2, kv_heads=1, causal=True, score_fn=score_fn, dtype="bfloat16")
     *arguments, dlse = references(case)[0]
@@ -378,7 +380,7 @@ def test_integer_score_args_have_no_gradient_and_are_read(implementation):
 def test_bias_and_its_gradient_keep_their_own_dtype(implementation, dtype):
     q, k, v, do = arrays(dtype=jnp.bfloat16)
     bias = normal(2, 1, 75, dtype=dtype)
-    got = outputs(q, k, v, do, {"bias": bias}, implementation=implementation)
+    got = outputs.lower(q, k, v, do, {"bias": bias}, implementation=implementation).out_info
     assert got.dscore["bias"].dtype == dtype
     assert got.dscore["bias"].shape == (2, 1, 75)
 
@@ -500,10 +502,10 @@ def test_the_gradient_of_a_bias_takes_no_more_than_the_bias():
 
 @EVERYWHERE
 def test_dropout_is_the_dense_mask_of_the_same_key(implementation):
-    q, k, v, do = arrays(heads=4)
+    q, k, v, _ = arrays(heads=4)
     key = jax.random.key(11)
     kept = dropout_mask(key, 0.4, (1, 4, 40, 75))
     p = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, jnp.repeat(k, 2, 2)) / 4, axis=-1)
     expected = jnp.einsum("bhij,bjhd->bihd", jnp.where(kept, p / 0.6, 0), jnp.repeat(v, 2, 2))
-    got = outputs(q, k, v, do, implementation=implementation, dropout_rate=0.4, dropout_key=key)
-    np.testing.assert_allclose(got.o, expected, atol=3e-6)
+    how = {"implementation": implementation, "block_sizes": SMALL_TILES, "dropout_rate": 0.4, "dropout_key": key}
+    np.testing.assert_allclose(jax.jit(functools.partial(attention, **how))(q, k, v), expected, atol=3e-6)

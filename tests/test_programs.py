@@ -47,7 +47,7 @@ def assert_same(got, expected):
 
 def as_naive(differentiate, implementation):
     """What `differentiate`, a function of the name of an implementation, gives for this one and for naive is the same."""
-    assert_same(differentiate(implementation), differentiate("naive"))
+    assert_same(differentiate(implementation), jax.jit(functools.partial(differentiate, "naive"))())
 
 
 # --------------------------------------------------------------------------------------------- the failures that were found
@@ -156,7 +156,7 @@ def test_random_programs(seed):
         first, between, second = pull(jnp.ones_like(value)), pull_other(jnp.ones_like(value)), pull(jnp.ones_like(value))
         assert_same(first, [expected])
         assert_same(second, first)
-        assert_same(between, [jax.grad(other)(of_other, "naive")])
+        assert_same(between, [jax.jit(jax.grad(other), static_argnums=1)(of_other, "naive")])
     else:
         partly = jax.jit(jax.grad(lambda q, rest: fn([q, *rest])))(arrays[0], arrays[1:])
         assert_same(jax.jit(jax.grad(fn))(arrays), expected)
@@ -172,7 +172,7 @@ PARAMETERS = {
 }
 
 
-@EVERYWHERE
+@pytest.mark.parametrize("implementation", essentials(TILED, ("xla",).__contains__))
 @pytest.mark.parametrize("name", essentials(PARAMETERS, ("bias",).__contains__))
 def test_a_parameter_alone_and_all_but_it(name, implementation):
     """In one program of two equal calls, and one after the other."""
@@ -194,7 +194,7 @@ def test_a_parameter_alone_and_all_but_it(name, implementation):
 # --------------------------------------------------------------------------------------------------------------- the ring
 
 
-@EVERYWHERE
+@pytest.mark.parametrize("implementation", essentials(TILED, ("xla",).__contains__))
 def test_pull_backs_of_a_ring_after_other_traces(implementation):
     mesh = jax.make_mesh((2,), ("ring",), (AxisType.Auto,), devices=jax.devices()[:2])
     split = P(None, "ring")
@@ -209,7 +209,7 @@ def test_pull_backs_of_a_ring_after_other_traces(implementation):
         both = jax.jit(jax.grad(lambda q, k, v: (att(q, k, v) + att(q, stop(k), stop(v))).sum(), (0, 1, 2)))(Q, K, V)
         return pull(o), pull_q(o), pull(o), both
 
-    assert_same(gradients(ring), gradients(functools.partial(attend, implementation="naive")))
+    assert_same(gradients(ring), jax.jit(lambda: gradients(functools.partial(attend, implementation="naive")))())
 
 
 # ------------------------------------------------------------------------------------------------------- layers of libraries

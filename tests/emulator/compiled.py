@@ -6,7 +6,6 @@ content depends on, and appears as a whole. PTX_CACHE names another folder.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -20,6 +19,7 @@ from typing import Any
 
 import jax
 import jaxlib.version
+from checks import compiling_quickly
 
 from emulator.parser import parse
 from emulator.translator import Translator
@@ -50,7 +50,7 @@ def _compiled(fn: Callable, avals: Any, gpu: str) -> Compiled:
     everything = jax.__version__, jaxlib.version.__version__, gpu, FASTEST, lowered.as_text()
     path = FOLDER / f"{hashlib.sha256(repr(everything).encode()).hexdigest()}.json"
     if not path.exists():
-        with _optimized():
+        with compiling_quickly(False):  # whatever the tests have set for what is compiled for the CPU
             program = machine_code.compile_lowered(lowered, gpu, **FASTEST)
         (kernel,) = program.kernels
         shared = kernel.dynamic_shared_bytes
@@ -71,17 +71,6 @@ def _write(path: pathlib.Path, kernel: Compiled) -> None:
 @functools.lru_cache(maxsize=32)
 def translated(name: str, ptx: str) -> Translator:
     return Translator(parse(ptx)[name])
-
-
-@contextlib.contextmanager
-def _optimized():
-    """As a GPU's user compiles, whatever the tests have set for what is compiled for the CPU."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _apart_from_jax(fn: Callable) -> Any:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jflash import attention, machine_code
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
 # JAX promises of no Triton kernel that a later version will run it, so the caller has to say that it is meant.
 TRITON = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]

@@ -13,6 +13,8 @@ from jax.test_util import check_grads
 from jflash import BlockSizes, attention, dropout_mask
 from jflash.score import dropout
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 # Random123's known answers (kat_vectors): rounds, counter, key, result.
 ZEROS, ONES = 0, 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)

@@ -192,7 +192,7 @@ def launched(caplog) -> dict[str, str]:
     return {line.partition(" ")[0]: line for line in lines}
 
 
-def test_later_calls_find_what_was_tuned(h100, caplog, capsys):
+def test_later_calls_find_what_was_tuned(h100, caplog, capsys, quickly_compiled):
     caplog.set_level(logging.DEBUG, logger="jflash")
     q, kv, bias = jnp.ones((1, 40, 2, 16)), jnp.ones((1, 40, 1, 16)), jnp.zeros((2, 1, 40))
     call = lambda: jflash.attention(q, kv, kv, bias=bias, causal=True, implementation="interpret")  # launched as on the GPU
