@@ -27,8 +27,8 @@ def median_seconds(*args: Any, **how: Any) -> dict[str, float]:
 
 
 def seconds_in_turns(
-    programs: Mapping[str, Callable], repeats: int, *inputs: tuple[Any, ...], wait: Callable[[Any], Any] = jax.block_until_ready
-) -> dict[str, list[float]]:
+    programs: Mapping[Any, Callable], repeats: int, *inputs: tuple[Any, ...], wait: Callable[[Any], Any] = jax.block_until_ready
+) -> dict[Any, list[float]]:
     """The times of a call of each program, compiled and warmed up, turn by turn.
 
     A timing is of as many calls as last LEAST seconds. They are queued, a device runs them in order, and wait(result) is

@@ -63,7 +63,7 @@ def dot_product_attention(
     - Lengths may be integers of any width, or one for all of the batch; None is a side of local_window_size without limit.
     - The sizes of local_window_size are Python ints, not negative; the bias is not wider than float32 (float64 beside
       float64); a traced scale does not go together with a bias. Each of these raises.
-    - Only reverse mode, once; implementation="naive" has every derivative.
+    - No jax.jvp of jax.jvp and no third derivatives; implementation="naive" has every derivative.
     - There is no implementation="cudnn", which raises, and there are those of attention().
 
     Args:

@@ -80,7 +80,7 @@ def tangent_references(case):
 
 def check_tangents(case, **how):
     """The same as check() of the tangents of the outputs, and of the gradients."""
-    with contextlib.nullcontext() if how.get("implementation") in (None, "xla") else compiling_quickly():
+    with compiling_as_for_users(how.get("implementation")):
         _, got = accuracy.run(case, case.arrays(), tangents=True, **how)
     return judged_tangents(case, got)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import cheapest_that_cover, compiling_quickly, fewest_that_cover, judged, options_of, references
+from checks import cheapest_that_cover, compiling_quickly, fewest_that_cover, judged, judged_tangents, options_of, references
 from devices import EMULATED, each_device, on
 
 from jflash import BlockSizes
@@ -72,6 +72,28 @@ def test_in_16_bits(device, case):
         got = outputs(case)
     chex.assert_trees_all_equal_shapes_and_dtypes(tuple(got), tuple(naive))
     judged(case, got)
+
+
+TANGENTS = (
+    Case(100, 64, head_dim=32, causal=True, q_offset=-20, heads=2, kv_heads=1, dtype="bfloat16"),
+    Case(40, 75, head_dim=16, bias="1hqk", bias_holes=True, score_fn="alibi", sinks=True, dropout_rate=0.2, dtype="float16"),
+    Case(150, 150, head_dim=80, segments="packed", window=(40, 0), dtype="bfloat16"),
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [
+        x
+        for case in TANGENTS
+        for x in each_device(case, id=case.name, group=case.name, marks=() if case is TANGENTS[0] else [pytest.mark.whole])
+    ],
+)
+def test_tangents(device, case):
+    """Of the outputs and of the gradients, in kernels of their own."""
+    with on(device), compiling_quickly():
+        _, got = accuracy.run(case, case.arrays(), implementation="triton", tangents=True)
+    judged_tangents(case, jax.tree.map(np.asarray, got))
 
 
 FLOAT32 = (

@@ -112,6 +112,31 @@ def test_sharded_over_batch_and_heads(case, mode, implementation):
             assert gradient.sharding.is_equivalent_to(primal.sharding, primal.ndim)
 
 
+@pytest.mark.parametrize("mode", essentials(MODES, ("shardy",).__contains__))
+@pytest.mark.parametrize("kv_heads", essentials([1, 2], (2).__eq__))
+def test_derivatives_move_nothing(mode, kv_heads):
+    """Forward mode, and of a gradient's tangent what has to be summed alone."""
+    q, k, do = normal(4, 20, 4, 8), normal(4, 20, kv_heads, 8, seed=1), normal(4, 20, 4, 8, seed=2)
+
+    def along(q, k, do):
+        fn = lambda q, k: attention(q, k, 2 * k, causal=True, return_lse=True, block_sizes=SMALL_TILES)
+        return jax.jvp(fn, (q, k), (do, k))[1]
+
+    def twice(q, k, do):
+        gradient = lambda q, k: jax.vjp(lambda q, k: attention(q, k, 2 * k, causal=True, block_sizes=SMALL_TILES), q, k)[1](do)
+        return jax.jvp(gradient, (q, k), (do, k))[1]
+
+    mesh = mesh_of(mode, 4, 2)
+    heads = "model" if kv_heads == 2 else None
+    specs = P("data", None, "model"), P("data", None, heads), P("data", None, "model")
+    arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((q, k, do), specs, strict=True)]
+    for fn in (along, twice):
+        run = compiled(fn, mesh, *arrays)
+        shared = fn is twice and kv_heads == 1
+        assert collectives(run.as_text()) == ({"all-reduce"} if shared else set())
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5), run(*arrays), jax.jit(fn)(q, k, do))
+
+
 # ------------------------------------------------------------------------------------------- grouped heads
 
 
