@@ -132,7 +132,8 @@ def _helper(eqn: Any, program: Any) -> Rule | None:
     """
     fn, rule = HELPERS.get(eqn.params.get("name"), (None, None))
     avals = [v.aval for v in eqn.invars]
-    if fn is None or not all(jnp.issubdtype(x.dtype, jnp.integer) for x in avals):
+    dtypes = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars)}
+    if fn is None or len(dtypes) > 1 or not jnp.issubdtype(*dtypes, jnp.signedinteger):
         return None
     made = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals)).eqns
     return rule if len(made) == 1 and str(made[0].params.get("jaxpr")) == str(program) else None
@@ -320,12 +321,13 @@ def _converted(x: Interval, new_dtype: Any, **_) -> Interval:
     if new_dtype == jnp.bool_:
         return _differs(x, Interval.point(np.zeros((), x.dtype)))
     found = _rising(lambda end: end.astype(new_dtype))(x)
-    if jnp.issubdtype(new_dtype, jnp.floating) and jnp.finfo(new_dtype).bits < 32:
-        return found.where(False)
-    if x.dtype == jnp.bool_ or jnp.promote_types(x.dtype, new_dtype) == new_dtype:
-        return found  # of integers, the nearest float
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
     if jnp.issubdtype(new_dtype, jnp.floating):
-        return _rounded(found)
+        bits = jnp.finfo(new_dtype).bits
+        exact = bits >= 32 and not (floating and jnp.finfo(x.dtype).bits > bits)  # of integers, all agree on the nearest
+        return found if exact else _rounded(found)
+    if not floating and np.can_cast(x.dtype, new_dtype):
+        return found
     least, most = (float(end) * NEAR for end in _anything(new_dtype))
     return found.where((x.lo.astype(jnp.float32) >= least) & (x.hi.astype(jnp.float32) <= most))
 
