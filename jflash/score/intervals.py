@@ -432,6 +432,7 @@ RULES: dict[str, Rule] = {
     "slice": _element,
     "dynamic_slice": _look_up,
     "gather": _look_up,
+    "dim_as_value": lambda dim, **_: Interval.point(jnp.asarray(dim)),  # of jax.export
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "copy"), _same),
 }
 HELPERS = {"floor_divide": (jnp.floor_divide, _floor_divide), "remainder": (jnp.remainder, _remainder)}
