@@ -81,9 +81,10 @@ def of_mask_fn(score: Score, b: Any, h: Any, rows: Interval, cols: Interval) -> 
 
 def _traced(score: Score) -> Any:
     """The program of mask_fn for one pair; of arrays of the ranks that it was tried out on, see arguments.mask_fn."""
-    assert score.mask_fn
+    mask_fn = score.mask_fn
+    assert mask_fn
     pair = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (1, 1), (1, 1))]
-    fn = lambda b, h, i, j, *args: score.mask_fn(b, h, i, j, *score.replace(mask_args=args).seen_by_mask_fn)
+    fn = lambda b, h, i, j, *args: mask_fn(b, h, i, j, *score.replace(mask_args=args).seen_by_mask_fn)
     return jax.make_jaxpr(fn)(*pair, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in score.mask_args))
 
 
@@ -97,7 +98,11 @@ def _interpreted(program: Any, operands: Sequence[Any]) -> list[Any]:
     """What is known of the results of a jaxpr, closed or not."""
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], map(_known, [*consts, *operands]), strict=True))
-    read = lambda v: Interval.point(np.asarray(v.val, v.aval.dtype)) if isinstance(v, Literal) else values[v]
+
+    def read(v: Any) -> Any:
+        dtype = v.aval.dtype
+        return _finite(Interval.point(np.asarray(v.val, dtype))) if isinstance(v, Literal) else values[v]
+
     for eqn in jaxpr.eqns:
         values.update(zip(eqn.outvars, _results(eqn, [read(v) for v in eqn.invars]), strict=True))
     return [read(v) for v in jaxpr.outvars]
@@ -131,9 +136,8 @@ def _helper(eqn: Any, program: Any) -> Rule | None:
     Known by its name, and by being what jax.numpy makes of such operands: others may have functions of that name too.
     """
     fn, rule = HELPERS.get(eqn.params.get("name"), (None, None))
-    avals = [v.aval for v in eqn.invars]
-    dtypes = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars)}
-    if fn is None or len(dtypes) > 1 or not jnp.issubdtype(*dtypes, jnp.signedinteger):
+    avals, dtype = [v.aval for v in eqn.invars], eqn.outvars[0].aval.dtype
+    if fn is None or not jnp.issubdtype(dtype, jnp.signedinteger) or any(x.dtype != dtype for x in avals):
         return None
     made = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals)).eqns
     return rule if len(made) == 1 and str(made[0].params.get("jaxpr")) == str(program) else None
@@ -161,8 +165,7 @@ def _finite(x: Interval) -> Interval:
 
 # ------------------------------------------------------------------------------------------- rules
 
-# What jnp.where and the like must never do is promote: all operands of an operation have one dtype.
-NEAR = 0.99  # what is computed in float32 to see whether an integer wraps around is this near to it, and nearer
+NEAR = 0.99  # float32 tells whether a result fits into its dtype, if it is no nearer than this to the last that does
 
 
 def _rising(f: Callable) -> Rule:

@@ -275,6 +275,7 @@ UNKNOWN = {
     "narrow": lambda b, h, i, j: (i * 30).astype(jnp.int8) >= 0,
     "unsigned": lambda b, h, i, j: i.astype(jnp.uint32) - 1 < 99,
     "infinite": lambda b, h, i, j: (i + 1).astype(jnp.float32) * 3e38 > 0,
+    "below infinity": lambda b, h, i, j: jnp.sqrt((i - 40).astype(jnp.float32)) <= jnp.inf,
     "not a number": lambda b, h, i, j: jnp.sqrt((i - 40).astype(jnp.float32)) < 0,
 }
 
