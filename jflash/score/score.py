@@ -73,7 +73,7 @@ def static(default: Any = dataclasses.MISSING) -> Any:
 class Score:
     """Which keys a query sees, with what logit, and which probabilities are kept. Options are static fields, arrays leaves.
 
-    One Score travels from attention() through custom_vjp into every implementation. On the host its leaves are whole
+    One Score travels from attention() through JAX's derivatives into every implementation. On the host its leaves are whole
     arrays; a kernel's block specs are a Score too, and so are the refs inside it. select() turns either into the Score of
     one batch element, which answers what ranges.py asks; and an engine makes of that the Score of one tile, whose leaves
     broadcast to the tile, and which answers what tile.py asks: what is visible, what is the logit, what is kept.

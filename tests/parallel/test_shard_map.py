@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import SMALL_TILES, compiling_quickly, judged, references
+from checks import SMALL_TILES, compiling_quickly, judged, judged_tangents
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,7 +27,8 @@ EVERYTHING = Case(
 )  # fmt: skip
 
 
-def outputs(case: Case, check_vma: bool, **how) -> accuracy.Outputs:
+def outputs(case: Case, check_vma: bool, tangents: bool = False, **how):
+    """accuracy.outputs(), or outputs_and_tangents()."""
     mesh = jax.make_mesh((2, 4), ("data", "heads"), (AxisType.Auto,) * 2)
     arrays = {name: x for name, x in case.options().items() if name in ("q_offset", "segment_ids", "mask")}
     options = {name: x for name, x in case.options().items() if name not in arrays}
@@ -45,8 +46,11 @@ def outputs(case: Case, check_vma: bool, **how) -> accuracy.Outputs:
             check_vma=check_vma,
         )(q, k, v, arrays, parameters)
 
-    inputs = [jnp.asarray(x, jnp.float32) for x in references(case)[0]]
-    parameters = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.parameters())
+    floats = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
+    inputs, parameters = floats((case.arrays(), case.parameters()))
+    if tangents:
+        moving = floats((case.arrays(seed=1), case.parameters(seed=3, holes=False)))
+        return jax.jit(functools.partial(accuracy.outputs_and_tangents, fn))(inputs, parameters, *moving)
     return jax.jit(functools.partial(accuracy.outputs, fn))(*inputs, **parameters)
 
 
@@ -54,6 +58,13 @@ def outputs(case: Case, check_vma: bool, **how) -> accuracy.Outputs:
 @pytest.mark.parametrize(("implementation", "check_vma"), [("xla", False), ("interpret", True), (None, True)])
 def test_everything_at_once(implementation, check_vma):
     judged(EVERYTHING, outputs(EVERYTHING, check_vma, implementation=implementation, block_sizes=SMALL_TILES))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_tangents_of_everything(check_vma):
+    _, got = outputs(EVERYTHING, check_vma, tangents=True, block_sizes=SMALL_TILES)
+    judged_tangents(EVERYTHING, got)
 
 
 @pytest.mark.whole
