@@ -280,18 +280,20 @@ def finish_tangent(state: Moments, o: OfRows) -> tuple[OfRows, PerRow]:
 
 
 def _probabilities(x: Tile, rows: Rows, score: Score, arith: Arithmetic) -> Tile:
-    """Of logits x in units of score.unit. By a rule of its own: a minimum has half a derivative at the largest logit."""
+    """Of logits x in units of score.unit."""
+    return _weights(arith, score.slope, x, rows.top, rows.rest)
 
-    @jax.custom_jvp
-    def of(x, top, rest):
-        return arith.exp2(x if top is None else arith.below(x, top), score.slope, rest)
 
-    @of.defjvp
-    def jvp(primals, tangents):
-        p, (xt, _, restt) = of(*primals), tangents
-        return p, p * (xt * score.unit - restt * (1 / numerics.LOG2E))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _weights(arith: Arithmetic, slope: float, x: Tile, top: Any, rest: Any) -> Tile:
+    return arith.exp2(x if top is None else arith.below(x, top), slope, rest)
 
-    return of(x, rows.top, rows.rest)
+
+@_weights.defjvp
+def _weights_jvp(arith, slope, primals, tangents):
+    """Not by jax.jvp: a minimum has half a derivative at a row's largest logit, and inline assembly has none."""
+    p, (xt, _, restt) = _weights(arith, slope, *primals), tangents
+    return p, p * (xt * (slope / numerics.LOG2E) - restt * (1 / numerics.LOG2E))
 
 
 def sinks_tangent(norm: Norm, sinks_t: PerHead | None, score: Score) -> tuple[PerQuery, PerQuery]:

@@ -183,8 +183,3 @@ def test_what_the_kernels_cannot_take(implementation):
 def test_the_kernels_do_not_run_on_a_cpu():
     with pytest.raises(ValueError, match="interpret"):
         attention(*(x(8, 1, 16),) * 3, implementation="triton")
-
-
-def test_forward_mode_says_no():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: attention(q, q, q), (x(8, 1, 16),), (x(8, 1, 16),))
