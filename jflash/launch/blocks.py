@@ -23,8 +23,8 @@ class BlockSizes:
     """Tile sizes, warps and pipeline stages of the three kernels; None leaves a choice to jflash.
 
     block_q and block_kv are the forward's; the suffixes _dkv and _dq mean the two backward kernels, _dkv also those for
-    the gradients of bias and score_args. All sizes and warps are powers of two. implementation="xla" uses block_q and
-    block_kv, and in the backward those of dkv.
+    the gradients of bias and score_args, and each the kernels of their tangents. All sizes and warps are powers of two.
+    implementation="xla" uses block_q and block_kv, and in the backward those of dkv.
     """
 
     block_q: int | None = None
