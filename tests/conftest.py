@@ -2,6 +2,7 @@
 
 import glob
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -54,6 +55,18 @@ def pytest_collection_modifyitems(config, items):
     whole = [item for item in items if item.get_closest_marker("whole")]
     config.hook.pytest_deselected(items=whole)
     items[:] = [item for item in items if not item.get_closest_marker("whole")]
+
+
+MOST_MAPPINGS = 20_000  # of memory: Linux gives a process 65530 and a compiled program takes some 80, then compilers crash
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Forgets compiled programs where a process holds many."""
+    yield
+    mappings = pathlib.Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
