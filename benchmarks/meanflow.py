@@ -35,7 +35,7 @@ import jflash
 from benchmarks.measure import RESULTS, print_table, seconds_in_turns, setting
 from benchmarks.models import Attend
 from benchmarks.models.equinox import Block, each, linear, norm, with_weight
-from benchmarks.training import option
+from benchmarks.training import add_options, option
 
 # --------------------------------------------------------------------------------------------------------------- digits
 
@@ -294,9 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Trains a small MeanFlow, which draws digits in one step, through jflash.attention.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for field in dataclasses.fields(Options):
-        name = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(name, type=type(field.default), default=field.default, **field.metadata)
+    add_options(parser, Options)
     parser.add_argument("--implementation", help="of jflash.attention; 'naive' writes out the scores of all pairs")
     parser.add_argument("--turns", type=int, default=5, help="how often a step with jflash and a naive one are timed; 0: not")
     parser.add_argument("--longer", type=int, default=32, help="side of larger images, a token each pixel, to time as well")

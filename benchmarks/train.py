@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks import text as corpus
 from benchmarks.devices import prepare
-from benchmarks.training import Options, Texts, train
+from benchmarks.training import Options, Texts, add_options, train
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,9 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Trains a small byte-level GPT with jflash.attention or another attention.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for field in dataclasses.fields(Options):
-        name = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(name, type=type(field.default), default=field.default, **field.metadata)
+    add_options(parser, Options)
     parser.add_argument("--text", type=Path, help="a file to train on instead of the standard library's sources")
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="save the run there, and go on with what is there")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")

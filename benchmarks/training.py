@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,13 @@ REPORTS = 10  # held-out losses after the first one, the last one at the end
 def option(default, **keywords) -> Any:
     """A field of Options; the keywords are those of argparse."""
     return dataclasses.field(default=default, metadata=keywords)
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """An option of the command line for each field of a class of options."""
+    for field in dataclasses.fields(options):
+        name = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(name, type=type(field.default), default=field.default, **field.metadata)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -334,11 +334,7 @@ def _operand_tangents(
     """The tangents of _operands(); None where zero."""
     qk = operands.qk
     spread = lambda x: None if x is None else jnp.broadcast_to(x.astype(qk.dtype), qk.shape)
-    looked_up = ((score_t.args[arg], index) for arg, index, _ in score.lookups(qk, at)) if any_of(score_t.args) else ()
+    looked_up = ((score_t.args[arg], index) for arg, index, _ in score.lookups(qk, at)) if jax.tree.leaves(score_t.args) else ()
     values = tuple(None if t is None else spread(t[index]) for t, index in looked_up) or (None,) * len(operands.values)
     tangents = Operands(qkt, spread(score_t.bias), values)
     return tangents if visible is None or score.plain else tangents.where(visible)
-
-
-def any_of(xs: tuple[Any, ...]) -> bool:
-    return any(x is not None for x in xs)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
+from jax.sharding import ManualAxisType
 
 
 def axes(*trees: Any) -> frozenset:
@@ -37,15 +37,6 @@ def alike(*trees: Any) -> tuple[Any, ...]:
 def nowhere(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """The type of what does not vary, as the results of a kernel must have it where JAX checks."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType())
-
-
-def typed(avals: Any, like: Any, shape: tuple[int, ...], spec: Any) -> Any:
-    """The type of a result of a primitive: the dtype of `like`, sharded by `spec`, varying over what any argument does."""
-    mesh = next((x.sharding.mesh for x in avals if not x.sharding.mesh.empty), avals[0].sharding.mesh)
-    everywhere = frozenset().union(*(x.manual_axis_type.varying for x in avals))
-    manual = avals[0].manual_axis_type.update(varying=everywhere)
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    return avals[0].update(shape, like.dtype, False, sharding=sharding, manual_axis_type=manual)
 
 
 def _axes(x: Any) -> frozenset:

@@ -19,9 +19,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jflash import varying
 from jflash.derivatives import Engine, Tangents
 from jflash.kernels import Triton
 from jflash.numerics import accumulator
@@ -204,7 +203,12 @@ def _abstract_eval(*avals, call: Call):
     for n, primal in enumerate(call.wanted):
         own = len(_own(call.dims[primal]).split())
         specs[n] = PartitionSpec(*specs[n][: call.vmaps], *avals[primal].sharding.spec[avals[primal].ndim - own :])
-    return [varying.typed(avals, x, x.shape, spec) for x, spec in zip(call.results(*avals), specs, strict=True)]
+    varying = frozenset().union(*(x.manual_axis_type.varying for x in avals))
+    manual = avals[0].manual_axis_type.update(varying=varying)
+    return [
+        avals[0].update(x.shape, x.dtype, False, sharding=NamedSharding(mesh, spec), manual_axis_type=manual)
+        for x, spec in zip(call.results(*avals), specs, strict=True)
+    ]
 
 
 def no_mesh(mesh: AbstractMesh):
