@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from jflash import varying
-from jflash.linear import Map, linear, missing
+from jflash.linear import Function, Map, call, linear, missing
 from jflash.score.score import WITH_GRADIENTS, Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
@@ -88,97 +87,115 @@ def attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]
 
 @functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles once, not operation by operation
 def attend_jitted(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, PerQuery]:
-    o, norm = _attend(engine, q, k, v, score)
+    o, norm = call(_Forward(engine), q, k, v, score)
     return o, norm.lse(score.unit)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(engine: Engine, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
-    return engine.forward(q, k, v, score)
+@dataclasses.dataclass(frozen=True)
+class _Forward(Function):
+    """(o, norm) of (q, k, v, score)."""
 
+    engine: Engine
 
-@functools.partial(_attend.defjvp, symbolic_zeros=True)
-def _attend_jvp(engine: Engine, primals, tangents):
-    o, norm = named_for_checkpoint(*_attend(engine, *primals))
-    # Where a row is measured from is nobody's business: all of lse's tangent is that of log_l.
-    ot, lset = SymbolicZero(_tangent_type(o)), SymbolicZero(_tangent_type(norm.log_l))
-    there = _there(tangents)
-    if jax.tree.leaves(there):
-        ot, lset = linear(_Tangent(engine), (*primals, o, norm), there)
-    return (o, norm), (ot, Norm(SymbolicZero(_tangent_type(norm.m)), lset))
+    def like(self, residuals):
+        q, *_ = residuals
+        return q, Norm(q, q)
 
+    def apply(self, residuals, tangents=()):
+        return self.engine.forward(*residuals)
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(engine: Engine, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery) -> tuple:
-    """The gradients of q, k, v and the score, None where nobody asks for one. o and norm are those of the other arguments."""
-    return _asked_for(score, engine.backward(q, k, v, score, o, norm, do, dlse))
+    def named(self, results):
+        return named_for_checkpoint(*results)
 
-
-@functools.partial(_backward.defjvp, symbolic_zeros=True)
-def _backward_jvp(engine: Engine, primals, tangents):
-    gradients, there = _backward(engine, *primals), _there(tangents)
-    if jax.tree.leaves(there):
-        return gradients, linear(_BackwardTangent(engine), primals, there)
-    return gradients, jax.tree.map(lambda x: SymbolicZero(_tangent_type(x)), gradients)
+    def derivative(self, residuals, tangents, results):
+        return _Tangent(self.engine), (*residuals, *results)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tangent:
-    """J, from the tangents of (q, k, v, score) to those of (o, lse). Residuals: (q, k, v, score, o, norm)."""
+class _Backward(Function):
+    """The gradients of q, k, v and the score, None where nobody asks for one.
+
+    Residuals: (q, k, v, score, o, norm, do, dlse), in which o and norm are those of the first four.
+    """
+
+    engine: Engine
+    unasked: tuple[str, ...]  # see Score.unasked
+
+    def like(self, residuals):
+        q, k, v, score, *_ = residuals
+        return _asked_for(self.unasked, (q, k, v, score.replace(args=score.floating_args)))
+
+    def apply(self, residuals, tangents=()):
+        q, k, v, score, *known = residuals
+        return _asked_for(self.unasked, self.engine.backward(q, k, v, score.replace(unasked=self.unasked), *known))
+
+    def derivative(self, residuals, tangents, results):
+        return _BackwardTangent(self.engine, self.unasked), residuals
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangent(Map):
+    """J, from the tangents of (q, k, v, score) to those of o and norm. Residuals: (q, k, v, score, o, norm).
+
+    Where a row is measured from is nobody's business: all of lse's tangent is that of norm.log_l.
+    """
 
     engine: Engine
 
     def like(self, residuals):
         *_, o, norm = residuals
-        return o, norm.log_l
+        return o, Norm(None, norm.log_l)
 
     def apply(self, residuals, tangents):
         q, k, v, score, o, norm = residuals
-        return self.engine.tangent(q, k, v, score, o, norm, Tangents(*tangents))
+        ot, lset = self.engine.tangent(q, k, v, score, o, norm, Tangents(*tangents))
+        return ot, Norm(None, lset)
 
     def transpose(self, residuals, cotangents, asked):
         q, k, v, score, o, norm = residuals
-        return _backward(self.engine, q, k, v, _asking(score, asked), o, norm, *cotangents)
+        do, of_norm = cotangents
+        return call(_Backward(self.engine, _unasked(asked)), q, k, v, score, o, norm, do, of_norm.log_l)
 
     def derivative(self, residuals, tangents, results):
         return _Curvature(self.engine), (residuals, tangents, results)
 
 
 @dataclasses.dataclass(frozen=True)
-class _BackwardTangent:
-    """From the tangents of _backward's arguments, which are its residuals, to those of the gradients.
+class _BackwardTangent(Map):
+    """From the tangents of _Backward's residuals, which are its own, to those of the gradients.
 
     Those of o and norm come along for what they save; they follow from the others, so transposed nothing goes to them.
     """
 
     engine: Engine
+    unasked: tuple[str, ...]
 
     def like(self, residuals):
-        q, k, v, score, *_ = residuals
-        return _asked_for(score, (q, k, v, score.replace(args=score.floating_args)))
+        return _Backward(self.engine, self.unasked).like(residuals)
 
     def apply(self, residuals, tangents):
         q, k, v, score, o, norm, do, dlse = residuals
         *xt, ot, norm_t, dot, dlset = tangents
+        score = score.replace(unasked=self.unasked)
         moving = Tangents(*xt, o=ot, lse=norm_t.log_l, do=dot, dlse=dlset)
-        return _asked_for(score, self.engine.backward_tangent(q, k, v, score, o, norm, do, dlse, moving))
+        return _asked_for(self.unasked, self.engine.backward_tangent(q, k, v, score, o, norm, do, dlse, moving))
 
     def transpose(self, residuals, cotangents, asked):
         q, k, v, score, o, norm, do, dlse = residuals
-        ot, lset = linear(_Tangent(self.engine), (q, k, v, score.replace(unasked=()), o, norm), cotangents)
+        ot, norm_t = linear(_Tangent(self.engine), (q, k, v, score, o, norm), cotangents)
         gradients = None, None, None, score.only()
         if jax.tree.leaves(asked[:4]):
-            residuals = q, k, v, _asking(score, asked), o, norm, do, dlse
-            gradients = linear(_BackwardTangent(self.engine), residuals, (*cotangents, ot, Norm(None, lset), None, None))
-        return *gradients, None, Norm(None, None), ot, lset
+            again = _BackwardTangent(self.engine, _unasked(asked))
+            gradients = linear(again, residuals, (*cotangents, ot, norm_t, None, None))
+        return *gradients, None, Norm(None, None), ot, norm_t.log_l
 
     def derivative(self, residuals, tangents, results):
         return _Refused("third derivatives", self), residuals
 
 
 @dataclasses.dataclass(frozen=True)
-class _Curvature:
-    """The second derivative of (o, lse) by x, in two directions: xt, and that of the residuals' tangents.
+class _Curvature(Map):
+    """The second derivative of o and norm by x, in two directions: xt, and that of the residuals' tangents.
 
     Residuals: (_Tangent's residuals, xt, _Tangent's results). There is no kernel for it, but for its product with cotangents.
     """
@@ -192,9 +209,10 @@ class _Curvature:
         return missing(_message("forward mode over forward mode (jax.jvp of jax.jvp)"), self.like(residuals))
 
     def transpose(self, residuals, cotangents, asked):
-        (q, k, v, score, o, norm), xt, (ot, lset) = residuals
-        residuals = q, k, v, _asking(score, asked), o, norm, *cotangents
-        gradients = linear(_BackwardTangent(self.engine), residuals, (*xt, ot, Norm(None, lset), None, None))
+        (q, k, v, score, o, norm), xt, (ot, norm_t) = residuals
+        do, of_norm = cotangents
+        residuals = q, k, v, score, o, norm, do, of_norm.log_l
+        gradients = linear(_BackwardTangent(self.engine, _unasked(asked)), residuals, (*xt, ot, norm_t, None, None))
         return *gradients, None, Norm(None, None)
 
     def derivative(self, residuals, tangents, results):
@@ -202,7 +220,7 @@ class _Curvature:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Refused:
+class _Refused(Map):
     """A derivative that is not there. That it is mentioned is no error, for much of what is mentioned nobody computes."""
 
     what: str
@@ -230,25 +248,15 @@ def named_for_checkpoint(o: O, norm: Norm) -> tuple[O, Norm]:
     return checkpoint_name(o, "jflash_o"), checkpoint_name(norm, "jflash_lse")
 
 
-def _there(tangents: Any) -> Any:
-    """The tree with None in place of tangents that are zero."""
-    q, k, v, score, *rest = jax.tree.map(lambda t: None if isinstance(t, SymbolicZero) else t, tangents)
-    return q, k, v, score.replace(unasked=()), *rest
-
-
-def _tangent_type(x: Any) -> Any:
-    return jax.typeof(x).to_tangent_aval()
-
-
-def _asking(score: Score, asked: Any) -> Score:
-    """`score` with what of (q, k, v, score, ...) is not in the tree `asked`, as Score.unasked."""
+def _unasked(asked: Any) -> tuple[str, ...]:
+    """What of (q, k, v, score, ...) is not in the tree `asked`, as Score.unasked."""
     q, k, v, dscore, *_ = asked
     of = {"q": q, "k": k, "v": v} | {name: getattr(dscore, name) for name in WITH_GRADIENTS}
-    return score.replace(unasked=tuple(name for name, x in of.items() if not jax.tree.leaves(x)))
+    return tuple(name for name, x in of.items() if not jax.tree.leaves(x))
 
 
-def _asked_for(score: Score, gradients: tuple) -> tuple:
+def _asked_for(unasked: tuple[str, ...], gradients: tuple) -> tuple:
     """(dq, dk, dv, dscore) without those that nobody asks for."""
     q, k, v, dscore = gradients
-    dq, dk, dv = (None if name in score.unasked else x for name, x in zip("qkv", (q, k, v), strict=True))
-    return dq, dk, dv, dscore.replace(unasked=()).only(*(name for name in WITH_GRADIENTS if name not in score.unasked))
+    dq, dk, dv = (None if name in unasked else x for name, x in zip("qkv", (q, k, v), strict=True))
+    return dq, dk, dv, dscore.replace(unasked=()).only(*(name for name in WITH_GRADIENTS if name not in unasked))

@@ -1,7 +1,8 @@
-"""Linear maps of tangents, as a primitive of JAX: forward mode applies them, reverse mode transposes them.
+"""Functions and their derivatives, which are linear maps of tangents, as a primitive of JAX.
 
-A function whose rule of jax.custom_jvp gives its tangent by one such map has both modes. jax.custom_vjp has no forward mode,
-and jax.custom_derivatives.linear_call has neither jax.vmap nor a derivative.
+Forward mode applies such a map, reverse mode transposes it. jax.custom_vjp has no forward mode;
+jax.custom_derivatives.linear_call has neither jax.vmap nor a derivative; and the rule of a jax.custom_jvp is forgotten where
+JAX 0.10 takes the gradient of a jax.lax.scan, so that a derivative of that gradient does not find it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Map(Protocol):
     """
 
     def like(self, residuals: Any) -> Any:
-        """The tree of results, each of them by the residual whose type it has. Of residuals it knows dtypes alone."""
+        """The tree of results, each of them by a residual. Of residuals it knows dtypes alone."""
         ...
 
     def apply(self, residuals: Any, tangents: Any) -> Any:
@@ -42,9 +43,28 @@ class Map(Protocol):
     def derivative(self, residuals: Any, tangents: Any, results: Any) -> tuple[Map, Any]:
         """(map, its residuals): the derivative of apply() by the residuals, a map of a tree of their tangents.
 
-        Puts together its arguments in another tree, and does not look at them.
+        Puts together its arguments in another tree, and does not look at them. The map has results like these, or None in
+        place of one that is zero.
         """
         ...
+
+    def named(self, results: Any) -> Any:
+        """The results, where derivatives are taken: with names for policies of jax.checkpoint."""
+        return results
+
+
+class Function(Map, Protocol):
+    """A map of no tangents is a function of its residuals. What it has are derivatives."""
+
+    def apply(self, residuals: Any, tangents: tuple[()] = ()) -> Any: ...
+
+    def transpose(self, residuals: Any, cotangents: Any, asked: tuple[()]) -> tuple[()]:
+        return ()
+
+
+def call(function: Function, *residuals: Any) -> Any:
+    """function.apply(residuals), differentiable."""
+    return linear(function, residuals, ())
 
 
 def linear(of: Map, residuals: Any, tangents: Any) -> Any:
@@ -136,31 +156,34 @@ def _batch(arrays, axes, *, call: _Call, program: Any):
 
 def _jvp(primals, tangents, *, call: _Call, program: Any):
     results = linear_p.bind(*primals, call=call, program=program)
+    at_residuals = call.places(primals)
+    structure = jax.tree.structure(call.of.like(at_residuals))
+    results = jax.tree.leaves(call.of.named(structure.unflatten(results)))
     residuals, moving = call.split(primals)
     of_residuals, of_moving = ([None if isinstance(t, ad.Zero) else t for t in part] for part in call.split(tangents))
     sums: list[Any] = [None] * len(results)
 
     def add(terms):
-        sums[:] = [x if total is None else total + x for total, x in zip(sums, terms, strict=True)]
+        terms = structure.flatten_up_to(terms)
+        sums[:] = [y if x is None else x if y is None else x + y for x, y in zip(sums, terms, strict=True)]
 
     if there := [t for t in of_moving if t is not None]:
-        structure = jax.tree.structure(call.tangents.unflatten(of_moving))
-        add(_bind(dataclasses.replace(call, tangents=structure), *residuals, *there))
+        moving_tree = jax.tree.structure(call.tangents.unflatten(of_moving))
+        add(structure.unflatten(_bind(dataclasses.replace(call, tangents=moving_tree), *residuals, *there)))
     if any(t is not None for t in of_residuals):
         # Everything is put together as places in this list, for their arrays and for which of these are mapped.
         everything, known = (*primals, *results), len(residuals)
         place = [_Place(n, x.dtype) for n, x in enumerate(everything)]
-        at_residuals = call.places(primals)
-        structure = jax.tree.structure(call.of.like(at_residuals))
         rest = call.tangents.unflatten(place[known : len(primals)]), structure.unflatten(place[len(primals) :])
-        derivative, places = call.of.derivative(at_residuals, *rest)
-        places, tree = jax.tree.flatten(places)
+        derivative, of_places = call.of.derivative(at_residuals, *rest)
+        places, tree = jax.tree.flatten(of_places)
         vmaps = tuple(tuple(x.n >= known or mapped[x.n] for x in places) for mapped in call.vmaps)
-        lead = moving[0].shape[: len(call.vmaps)]
+        lead = results[0].shape[: len(call.vmaps)]
         changes = [None if t is None else call.widened(t, n, lead) for n, t in enumerate(of_residuals)]
         changes, changes_tree = jax.tree.flatten(call.residuals.unflatten(changes))
         arrays = [everything[x.n] for x in places]
-        add(_bind(_Call(derivative, tree, changes_tree, vmaps), *arrays, *changes))
+        terms = _bind(_Call(derivative, tree, changes_tree, vmaps), *arrays, *changes)
+        add(jax.tree.unflatten(jax.tree.structure(derivative.like(of_places)), terms))
     zero = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     return results, [z if total is None else total for total, z in zip(sums, zero, strict=True)]
 
