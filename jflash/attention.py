@@ -112,8 +112,10 @@ def attention(
       mask_fn: mask_fn(b, h, i, j, *mask_args) -> bool, the same as a function of batch element, head and the positions of
         query and key, int32 scalars or arrays that broadcast against each other. Elementwise JAX, traced into each tile;
         closes over no arrays. b and h count in the whole of sharded arrays, but inside jax.shard_map on each device. A
-        new function means a new compilation: define it once, not in each call. It is looked at in every tile that the
-        other conditions leave: `causal` or `window` beside it are what skips tiles.
+        new function means a new compilation: define it once, not in each call. Tiles in which it hides all pairs
+        are not visited, and those in which it hides none have no mask: it is evaluated on intervals of positions, one for
+        each tile, through comparisons, integer arithmetic, minima and maxima, jnp.where, logic, shifts and look-ups. Where
+        it does something else, a tile is visited and its pairs are looked at.
       mask_args: a tuple of small arrays for mask_fn: bools, integers or floats, without gradients. Inside mask_fn they are
         what score_args are inside score_fn. A prefix for each batch element, seen by all of it, before a causal rest::
 

@@ -181,9 +181,8 @@ class _BackwardTangent(Map):
         return _asked_for(self.unasked, self.engine.backward_tangent(q, k, v, score, o, norm, do, dlse, moving))
 
     def transpose(self, residuals, cotangents, asked):
-        q, k, v, score, o, norm, do, dlse = residuals
-        ot, norm_t = linear(_Tangent(self.engine), (q, k, v, score, o, norm), cotangents)
-        gradients = None, None, None, score.only()
+        ot, norm_t = linear(_Tangent(self.engine), residuals[:6], cotangents)
+        gradients = None, None, None, residuals[3].only()
         if jax.tree.leaves(asked[:4]):
             again = _BackwardTangent(self.engine, _unasked(asked))
             gradients = linear(again, residuals, (*cotangents, ot, norm_t, None, None))

@@ -132,9 +132,19 @@ def _run(*arrays: Array, call: _Call, program: Any):
 
 
 @linear_p.def_impl
-def _impl(*arrays: Array, **params: Any):
+def _impl(*arrays: Array, call: _Call, program: Any):
     with jax.disable_jit(False):  # else the jitted primitive would be this function again
-        return jax.jit(functools.partial(linear_p.bind, **params))(*arrays)
+        return _jitted(call)(*arrays)
+
+
+@functools.lru_cache(maxsize=64)
+def _jitted(call: _Call) -> Callable:
+    return jax.jit(functools.partial(_bind, call))
+
+
+def forget_programs() -> None:
+    """Forgets what calls outside of jax.jit were compiled to."""
+    _jitted.cache_clear()
 
 
 @linear_p.def_abstract_eval
@@ -159,7 +169,7 @@ def _jvp(primals, tangents, *, call: _Call, program: Any):
     at_residuals = call.places(primals)
     structure = jax.tree.structure(call.of.like(at_residuals))
     results = jax.tree.leaves(call.of.named(structure.unflatten(results)))
-    residuals, moving = call.split(primals)
+    residuals, _ = call.split(primals)
     of_residuals, of_moving = ([None if isinstance(t, ad.Zero) else t for t in part] for part in call.split(tangents))
     sums: list[Any] = [None] * len(results)
 

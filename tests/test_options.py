@@ -12,11 +12,9 @@ from checks import SMALL_TILES, TILED, check, compiling_quickly, essentials, jud
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jflash import BlockSizes, Score, alibi_slopes, attention, dropout_mask
+from jflash import BlockSizes, alibi_slopes, attention, dropout_mask
 from jflash.proof import accuracy
 from jflash.proof.cases import Case
-from jflash.score import ranges
-from jflash.score.ranges import Span
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")  # but for check(), the comparison with float64
 
@@ -406,58 +404,6 @@ def test_alibi_slopes():
     # Press et al.'s own code for 12 heads: those of 8, and every second one of 16.
     np.testing.assert_allclose(alibi_slopes(12), [*2.0 ** -np.arange(1, 9), *2.0 ** -np.array([0.5, 1.5, 2.5, 3.5])])
     assert alibi_slopes(1).shape == (1,)
-
-
-# ------------------------------------------------------------------------------------------- tiles that are skipped
-
-
-def visits(score, block_q, block_kv):
-    """How many tiles the kernels that loop over kv tiles and the one that loops over q tiles visit, of batch element 0."""
-    by_rows, by_cols = (with_visits(score, block_q, block_kv) for with_visits in (ranges.with_kv_visits, ranges.with_q_visits))
-    first = lambda score: score.select().replace(visits=None if score.visits is None else score.visits[0])
-    rows = [ranges.kv_tiles(first(by_rows), Span(i, block_q), block_kv) for i in range(0, score.q_len, block_q)]
-    cols = [ranges.q_tiles(first(by_cols), Span(j, block_kv), block_q) for j in range(0, score.kv_len, block_kv)]
-    return tuple(sum(int(t.hi) - int(t.lo) for t in tiles) for tiles in (rows, cols))
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("documents", [1, 2, 4, 8])
-def test_packed_documents_visit_their_share(documents):
-    x = np.zeros((1, 1024, 1, 16), np.float32)
-    ids = jnp.asarray(np.arange(1024) * documents // 1024)[None]
-    assert visits(Score.of(x, x, segment_ids=ids), 64, 64) == (256 // documents,) * 2
-    causal = visits(Score.of(x, x, segment_ids=ids, causal=True), 64, 64)
-    each = 16 // documents
-    assert causal == (documents * each * (each + 1) // 2,) * 2
-
-
-@pytest.mark.whole
-def test_documents_that_are_no_multiple_of_a_tile_and_unsorted_ones():
-    x = np.zeros((1, 1000, 1, 16), np.float32)
-    ids = np.sort(np.random.default_rng(0).integers(0, 10, (1, 1000)), axis=1)
-    score = Score.of(x, x, segment_ids=jnp.asarray(ids))
-    same = ids[0][:, None] == ids[0][None, :]
-    tiles = np.pad(same, ((0, 24), (0, 24))).reshape(32, 32, 32, 32)
-    assert visits(score, 32, 32) == (tiles.any((1, 3)).sum(),) * 2
-    with_visits = ranges.with_kv_visits(score, 32, 32)
-    for i in range(32):
-        tiles_of_row = ranges.kv_tiles(with_visits.select().replace(visits=with_visits.visits[0]), Span(32 * i, 32), 32)
-        for t in range(32):
-            block = same[32 * i : 32 * i + 32, 32 * t : 32 * t + 32]
-            if block.any():
-                assert tiles_of_row.lo <= t < tiles_of_row.hi
-            if tiles_of_row.full_lo <= t < tiles_of_row.full_hi:
-                assert block.all()
-    shuffled = np.random.default_rng(1).permutation(ids[0])[None]
-    assert visits(Score.of(x, x, segment_ids=jnp.asarray(shuffled)), 32, 32) == (32 * 32,) * 2
-
-
-def test_lengths_skip_what_is_not_there():
-    x = np.zeros((1, 1024, 1, 16), np.float32)
-    assert visits(Score.of(x, x, kv_lengths=jnp.array([130])), 64, 64)[0] == 16 * 3
-    rows, cols = visits(Score.of(x, x, q_lengths=jnp.array([130]), kv_lengths=jnp.array([70])), 64, 64)
-    assert (rows, cols) == (3 * 2, 2 * 3)
-    assert visits(Score.of(x, x, q_lengths=0, kv_lengths=0), 64, 64) == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------- memory

@@ -16,14 +16,15 @@ from jflash.kernels.dscore import dargs, dbias
 from jflash.kernels.forward import forward
 from jflash.kernels.inputs import Inputs
 from jflash.kernels.launch import Launcher
+from jflash.kernels.reach import with_reach
 from jflash.kernels.tangent import tangent
 from jflash.launch import blocks
 from jflash.launch import table as launch_table
 from jflash.launch.blocks import DEFAULTS, BlockSizes
 from jflash.launch.table import Entry, Key
 from jflash.numerics import result_dtype
-from jflash.score import ranges
 from jflash.score.score import Score
+from jflash.score.visits import Cut, with_kv_visits, with_q_visits
 from jflash.shapes import K, O, PerHead, PerQuery, Q, V
 from jflash.tile import Norm, Rows, RowTangents
 
@@ -62,14 +63,14 @@ class Triton:
 
     def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
         launcher = self.launcher("forward", q, v, score)
-        return forward(q, k, v, with_visits("forward", self.prepared(score, q, k, v), launcher), launcher)
+        return forward(q, k, v, with_visits("forward", self.prepared(score, q, k, queries=False), q, k, launcher), launcher)
 
     def tangent(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, tangents: Tangents) -> tuple[O, PerQuery]:
         start = None if score.sinks is None else tile.sinks_tangent(norm, tangents.score.sinks, score)
         launcher = self.launcher("tangent", q, v, score)
         moving = _moving(tangents)
-        score = self.prepared(score.replace(sinks=None), *_there(q, k, v, *moving[:3]))
-        inputs = Inputs(q, k, v, None, Rows(None, None), with_visits("tangent", score, launcher), moving)
+        score = self.prepared(score.replace(sinks=None), q, k)
+        inputs = Inputs(q, k, v, None, Rows(None, None), with_visits("tangent", score, q, k, launcher), moving)
         return tangent(inputs, o, norm, start, launcher)
 
     def backward(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, do: O, dlse: PerQuery) -> tuple[Q, K, V, Score]:
@@ -90,13 +91,13 @@ class Triton:
 
     def _gradients(self, inputs: Inputs, sinks: PerHead | None) -> tuple[Q, K, V, Score]:
         """(dq, dk, dv, dscore), or their tangents where the inputs move; that of the sinks is known."""
-        q, k, v, _, _, score, moving = inputs
+        q, k, v, score = inputs.q, inputs.k, inputs.v, inputs.score
         dscore = score.only().replace(sinks=sinks)
-        score = self.prepared(score.replace(sinks=None), *_there(q, k, v, *(moving or ())[:3]))
+        score = self.prepared(score.replace(sinks=None), q, k)
         grads: dict[str, Array] = {}
         for kernel in used(q, v, score, inputs.suffix)[2:]:  # behind forward and delta
             launcher = self.launcher(kernel + inputs.suffix, q, v, score)
-            its = inputs._replace(score=with_visits(kernel, score, launcher))
+            its = inputs._replace(score=with_visits(kernel, score, q, k, launcher))
             if kernel in PARTS:
                 grads |= dkv(its, launcher, kernel)
             elif kernel == "dq":
@@ -115,28 +116,23 @@ class Triton:
         """How a kernel is launched, and why so."""
         return self.blocks.over(blocks.default(key_of(kernel, q, v, score)))
 
-    def prepared(self, score: Score, q: Q, k: K, v: V, *tangents: Array) -> Score:
+    def prepared(self, score: Score, q: Q, k: K, queries: bool = True) -> Score:
         """`score` with what the kernels need besides: what is reached, and a mask that Pallas reads right.
 
         Pallas computes offsets in 32 bits up to 2**32 bytes, which is not enough for bytes from 2**31 on: two for each
         then. And in its interpreter the bools of a ref are integers, but those from beyond its end are not.
         """
-        score = ranges.with_reach(score, q, k, v, *tangents)
-        if score.mask is None:
-            return score
-        if 2**31 <= score.mask.size <= 2**32:
-            return score.replace(mask=score.mask.astype(jnp.int16))
-        return score.replace(mask=score.mask.astype(jnp.int8)) if self.interpret else score
+        if score.mask is not None and 2**31 <= score.mask.size <= 2**32:
+            score = score.replace(mask=score.mask.astype(jnp.int16))
+        elif score.mask is not None and self.interpret:
+            score = score.replace(mask=score.mask.astype(jnp.int8))
+        return with_reach(score, q, k, self.interpret, queries)
 
 
 def _moving(tangents: Tangents) -> Inputs:
     """The tangents as Inputs; what they say of rows is yet to be known."""
     score = tangents.score.replace(sinks=None)
     return Inputs(tangents.q, tangents.k, tangents.v, tangents.do, RowTangents(), score)
-
-
-def _there(*arrays: Array | None) -> list[Array]:
-    return [x for x in arrays if x is not None]
 
 
 def key_of(kernel: str, q: Q, v: V, score: Score) -> Key:
@@ -151,7 +147,7 @@ def used(q: Q, v: V, score: Score, suffix: str = "") -> tuple[str, ...]:
     return "forward", "delta", *blocks.kernels_of_keys(key_of(f"dkv{suffix}", q, v, score)), "dq", *of_arrays
 
 
-def with_visits(kernel: str, score: Score, launcher: Launcher) -> Score:
-    """`score` with what its segments leave of the tiles that a kernel visits."""
-    visits = ranges.with_q_visits if kernel in PARTS else ranges.with_kv_visits
-    return visits(score, launcher.block_q, launcher.block_kv)
+def with_visits(kernel: str, score: Score, q: Q, k: K, launcher: Launcher) -> Score:
+    """`score` with the tiles that a kernel visits."""
+    cut = Cut(q.shape[0], q.shape[2], launcher.block_q, launcher.block_kv)
+    return with_q_visits(score, cut, k.shape[2]) if kernel in PARTS else with_kv_visits(score, cut)

@@ -62,10 +62,10 @@ def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: Widths, group:
     keys = load.keys(cols, memory.seen_keys(score, Span(0, score.q_len), cols))
     heads_of_group = jnp.int32(group)
 
-    def visit(t, grads, masked):
-        t = jnp.asarray(t, jnp.int32)  # an int64 where both bounds are Python ints, in 64-bit mode
-        i, head = (t, None) if group == 1 else (lax.div(t, heads_of_group), lax.rem(t, heads_of_group))
-        rows = Span(i * launcher.block_q, launcher.block_q)
+    def visit(n, grads, part):
+        n = jnp.asarray(n, jnp.int32)  # an int64 where both bounds are Python ints, in 64-bit mode
+        n, head = (n, None) if group == 1 else (lax.div(n, heads_of_group), lax.rem(n, heads_of_group))
+        rows, masked = Span(part.tile(n) * launcher.block_q, launcher.block_q), part.masked
         # Keys run down and queries across: p and dqk then enter their products from registers, as they are.
         place = Place(batch, kv_head * group + (0 if head is None else head), head=head)
         tile_scores, at = memory.tiles_of(scores, rows, cols, place, across=True)
@@ -81,8 +81,8 @@ def _kernel(inputs: Inputs, grad_refs: dict[str, Any], *, widths: Widths, group:
     zeros = lambda width: tuple(jnp.zeros((cols.size, chunk), jnp.float32) for chunk in memory.chunks(width, inputs.q.dtype))
     grads = {part: zeros(of_part[part]) for part in grad_refs}
     # One loop over q tiles and, within each, the heads of the group: a loop around another would hold more in registers.
-    for lo, hi, masked in ranges.q_tiles(score, cols, launcher.block_q).segments():
-        grads = lax.fori_loop(lo * group, hi * group, functools.partial(visit, masked=masked), grads)
+    for part in ranges.q_tiles(score, cols, launcher.block_q).segments():
+        grads = lax.fori_loop(part.lo * group, part.hi * group, functools.partial(visit, part=part), grads)
     cols = launcher.again(cols)
     there = memory.inside(cols, score.kv_len)
     units = {"dk": score.unit, "dv": 1}

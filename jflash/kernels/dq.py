@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from jflash.kernels import memory
@@ -63,8 +62,7 @@ def _kernel(inputs: Inputs, dq_ref, *, widths: Widths, launcher: Launcher):
         return dq
 
     dq = tuple(jnp.zeros((rows.size, chunk), jnp.float32) for chunk in memory.chunks(widths.head_dim, inputs.q.dtype))
-    for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
-        dq = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), dq)
+    dq = ranges.over(ranges.kv_tiles(score, rows, launcher.block_kv), visit, dq)
     rows = launcher.again(rows)
     there = memory.inside(rows, score.q_len)
     Matrix(dq_ref, widths.head_dim, like=inputs.q.dtype).store(rows, there, tuple(x * score.unit for x in dq))

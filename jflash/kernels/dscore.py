@@ -19,7 +19,6 @@ from jflash.kernels import memory
 from jflash.kernels.inputs import Inputs, Loader, Widths, terms
 from jflash.kernels.launch import Launcher
 from jflash.kernels.memory import Place
-from jflash.numerics import larger, smaller
 from jflash.score import ranges
 from jflash.score.ranges import Index, Span
 from jflash.score.score import Operands, Pairs, Score
@@ -49,12 +48,12 @@ def _dbias_kernel(inputs: Inputs, dbias_ref, *, widths: Widths, counts: tuple[in
     t = pl.program_id(0)
     across = jnp.int32(counts[1])
     own = pl.program_id(2), pl.program_id(1), lax.div(t, across), lax.rem(t, across)
-    all_of = batch, heads, pl.cdiv(q_len, launcher.block_q), pl.cdiv(inputs.k.shape[1], launcher.block_kv)
+    all_of = batch, heads, pl.cdiv(q_len, launcher.block_q)
     ranges_of = [
         (jnp.int32(0), jnp.int32(n)) if size == 1 else (x, x + 1)
-        for x, n, size in zip(own, all_of, dbias_ref.shape, strict=True)
+        for x, n, size in zip(own, all_of, dbias_ref.shape, strict=False)
     ]
-    batches, its_heads, its_q_tiles, its_kv_tiles = ranges_of
+    batches, its_heads, its_q_tiles = ranges_of
     summed = tuple(axis for axis in (0, 1) if dbias_ref.shape[2 + axis] == 1)
 
     def visit_batch(b, total):
@@ -67,15 +66,16 @@ def _dbias_kernel(inputs: Inputs, dbias_ref, *, widths: Widths, counts: tuple[in
         place, rows = Place(b, h, b, h), Span(i * launcher.block_q, launcher.block_q)
         score = memory.score_at(inputs.score, place)
         tiles = ranges.kv_tiles(score, rows, launcher.block_kv)
-        lo, hi = larger(tiles.lo, its_kv_tiles[0]), smaller(tiles.hi, its_kv_tiles[1])
 
-        def visit(j, total):
+        def visit(j, total, masked=True):
             cols = Span(j * launcher.block_kv, launcher.block_kv)
             operands, _, _ = _cotangents(inputs, place, rows, cols, widths, launcher)
             ds: Any = operands.bias
             return total + jnp.sum(ds, axis=summed, keepdims=True) if summed else total + ds
 
-        return lax.fori_loop(lo, hi, visit, total)
+        if 1 in summed:
+            return ranges.over(tiles, visit, total)
+        return lax.fori_loop(0, jnp.minimum(tiles.state(own[3]), 1), lambda _, total: visit(own[3], total), total)
 
     rows, cols = Span(own[2] * launcher.block_q, launcher.block_q), Span(own[3] * launcher.block_kv, launcher.block_kv)
     rows, cols = (Span(0, 1) if axis in summed else span for axis, span in enumerate((rows, cols)))
@@ -118,7 +118,7 @@ def _dargs_kernel(inputs: Inputs, *share_refs, widths: Widths, launcher: Launche
     score = memory.score_at(inputs.score, place)
     share_of = {arg: n for n, arg in enumerate(n for n, floating in enumerate(score.differentiable_args) if floating)}
 
-    def visit(j, shares):
+    def visit(j, shares, masked):
         cols = Span(j * launcher.block_kv, launcher.block_kv)
         operands, tile_score, at = _cotangents(inputs, place, rows, cols, widths, launcher)
         shares = list(shares)
@@ -127,8 +127,8 @@ def _dargs_kernel(inputs: Inputs, *share_refs, widths: Widths, launcher: Launche
             shares[n] = shares[n] + _gathered(ds, index, shares[n].size)
         return tuple(shares)
 
-    tiles = ranges.kv_tiles(score, rows, launcher.block_kv)
-    shares = lax.fori_loop(tiles.lo, tiles.hi, visit, tuple(jnp.zeros(ref.shape, jnp.float32) for ref in share_refs))
+    shares = tuple(jnp.zeros(ref.shape, jnp.float32) for ref in share_refs)
+    shares = ranges.over(ranges.kv_tiles(score, rows, launcher.block_kv), visit, shares)
     for ref, share in zip(share_refs, shares, strict=True):
         plgpu.store(ref.at[...], share)
 

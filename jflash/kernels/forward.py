@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from jflash import tile
@@ -61,8 +60,7 @@ def _kernel(q_ref, k_ref, v_ref, score_ref, o_ref, norm_refs: Norm, *, head_dim:
         return tile.forward(state, q, k, v, tile_score, at, visible, launcher.arithmetic)
 
     state = tile.start(rows.size, memory.chunks(v_dim, v_ref.dtype), jnp.float32, score)
-    for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
-        state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)
+    state = ranges.over(ranges.kv_tiles(score, rows, launcher.block_kv), visit, state)
     o, norm = tile.finish(state, score, launcher.arithmetic)
     rows = launcher.again(rows)
     there = memory.inside(rows, score.q_len)

@@ -78,11 +78,14 @@ def score_spec(score: Score, group: int | None, q_head, kv_head) -> Score:
             return spec((None, heads, *x.shape[2:]), lambda b, h: (0 if one_batch else b, 0 if one_head else h, 0, 0))
         if name in ONE_FOR_EACH:
             return spec((1,), lambda b, h: (b,))
+        if name == "visits":
+            one_batch, one_head = x.shape[0] == 1, x.shape[1] == 1
+            return spec((None, None, *x.shape[2:]), lambda b, h: (0 if one_batch else b, 0 if one_head else h, 0, 0))
         if name == "key_seen":
             return spec((None, None, x.shape[2]), lambda b, h: (b, h, 0), kv_head)
         if name == "query_sees":
             return spec((None, group, x.shape[2]), lambda b, h: (b, h, 0))
-        return spec((None, *x.shape[1:]), lambda b, h: (b,) + (0,) * (x.ndim - 1))  # segments and visits
+        return spec((None, *x.shape[1:]), lambda b, h: (b,) + (0,) * (x.ndim - 1))  # segments
 
     return score.map_leaves(spec_of)
 
@@ -106,14 +109,19 @@ class Place:
         return ref.at[(*(zero if size == 1 else x for x, size in zip(lead, ref.shape, strict=False)), *rest)]
 
 
-class _OfBatch(NamedTuple):
-    """One batch element of a ref, indexed like a ref of its own: Triton takes no index into an index."""
+class _AtPlace(NamedTuple):
+    """What a ref holds at a place, indexed like a ref of its own: Triton takes no index into an index."""
 
     ref: jax.Ref
-    batch: Index
+    place: Place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ref.shape[2:]
 
     def __getitem__(self, index):
-        return self.ref[(self.batch, *index)]
+        index = (jnp.asarray(x, jnp.int32) for x in index)
+        return self.place.view(self.ref, ("batch", "head"), *index)[...]
 
 
 def score_at(score: Score, place: Place) -> Score:
@@ -121,7 +129,7 @@ def score_at(score: Score, place: Place) -> Score:
 
     def read(name, ref):
         if name == "visits" and place.batch is not None:
-            return _OfBatch(ref, place.batch)
+            return _AtPlace(ref, place)
         if name == "first":
             return ref[0], ref[1]
         return ref[0] if name == "sinks" else ref

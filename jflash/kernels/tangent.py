@@ -10,7 +10,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from jflash import tile
@@ -76,8 +75,7 @@ def _kernel(inputs: Inputs, o_ref, norm_refs: Norm, start_refs, ot_ref, lset_ref
     l, lset = (zeros(), zeros()) if start_refs is None else (Vector(ref).load(rows, there, 0) for ref in start_refs)
     l = l if known_of_rows.top is None else None
     state = tile.Moments(l, lset, tuple(map(zeros, memory.chunks(widths.v_dim, inputs.v.dtype))))
-    for lo, hi, masked in ranges.kv_tiles(score, rows, launcher.block_kv).segments():
-        state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)
+    state = ranges.over(ranges.kv_tiles(score, rows, launcher.block_kv), visit, state)
     rows = launcher.again(rows)
     there = memory.inside(rows, score.q_len)
     ot, lset = tile.finish_tangent(state, Matrix(o_ref, widths.v_dim, like=inputs.v.dtype).load(rows, there))

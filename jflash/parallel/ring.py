@@ -24,7 +24,7 @@ from jflash.derivatives import Engine, named_for_checkpoint
 from jflash.merge import merged
 from jflash.numerics import accumulator
 from jflash.reference.online import rows_of, unseen
-from jflash.score import ranges
+from jflash.score import visits
 from jflash.score.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
@@ -72,7 +72,7 @@ class Ring:
         for a, b in itertools.product(range(self.chunks), repeat=2):
             offsets = self.offset(score, a, b, device, (device - step) % self.size)
             part = self._part(score)
-            seen = [x for x in np.unique(offsets) if ranges.anything_visible(part.replace(static_offset=int(x)))]
+            seen = [x for x in np.unique(offsets) if visits.anything_visible(part.replace(static_offset=int(x)))]
             if seen:
                 pairs.append((a, b))
                 steps = max(steps, 1 + int(np.flatnonzero(np.isin(offsets, seen).any(axis=1))[-1]))
@@ -208,7 +208,7 @@ def _loop(lo: int, hi: int, body: Callable, carry: Any) -> Any:
 
 def _where_seen(part: Score, update: Callable, state: Any) -> Any:
     """update(state) where anything may be visible, else the state as it is; decided on each device for itself."""
-    visible = ranges.anything_visible(part)
+    visible = visits.anything_visible(part)
     if visible is True:
         return update(state)
     return lax.cond(visible, update, lambda state: state, state)

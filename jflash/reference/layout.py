@@ -14,6 +14,7 @@ from jax import Array, lax
 from jflash import numerics, tile
 from jflash.score.ranges import Span
 from jflash.score.score import ONE_FOR_EACH, PAIRWISE, Pairs, Score
+from jflash.score.visits import Cut
 from jflash.shapes import Q, V
 
 TILE_ELEMENTS = 2**20  # of one tile of logits over all batch elements and heads: 4 MiB of float32, a second-level cache
@@ -46,6 +47,8 @@ class Layout(NamedTuple):
     q_count = property(lambda self: -(-self.q_len // self.block_q))
     kv_count = property(lambda self: -(-self.kv_len // self.block_kv))
     row_count = property(lambda self: self.block_q * self.group)
+
+    cut = property(lambda self: Cut(self.batch, self.kv_heads * self.group, self.block_q, self.block_kv))
 
     def row_span(self, i) -> Span:
         return Span(i * self.block_q, self.block_q)

@@ -20,7 +20,7 @@ from jflash.derivatives import Tangents, attend
 from jflash.launch.blocks import DEFAULTS, BlockSizes
 from jflash.numerics import Arithmetic
 from jflash.reference.layout import Layout
-from jflash.score import ranges
+from jflash.score import ranges, visits
 from jflash.score.score import Score
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
@@ -80,9 +80,7 @@ def _across(arith: Arithmetic, queries: Array, pairs: Array) -> Array:
 def _over_row(layout: Layout, score: Score, i, visit: Callable, state):
     """visit(j, state, masked=...) of each kv tile that q tile i visits."""
     tiles = ranges.for_all(lambda score: ranges.kv_tiles(score, layout.row_span(i), layout.block_kv), score)
-    for lo, hi, masked in tiles.segments():
-        state = lax.fori_loop(lo, hi, functools.partial(visit, masked=masked), state)
-    return state
+    return ranges.over(tiles, visit, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Online:
 
     def forward(self, q: Q, k: K, v: V, score: Score) -> tuple[O, Norm]:
         layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)
-        score = layout.cut_score(ranges.with_kv_visits(score, layout.block_q, layout.block_kv))
+        score = layout.cut_score(visits.with_visits_of_all(score, layout.cut))
         k_tiles, v_tiles = layout.cut_keys(k), layout.cut_keys(v)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
 
@@ -126,7 +124,7 @@ class Online:
         layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)
         rows = tile.Rows.of(norm, score.slope, split=True)
         _, start = tile.sinks_tangent(norm, tangents.score.sinks, score)
-        scores = ranges.with_kv_visits(score, layout.block_q, layout.block_kv), tangents.score
+        scores = visits.with_visits_of_all(score, layout.cut), tangents.score
         scores = score, _ = tuple(map(layout.cut_score, scores))
         left, right = _product_tangent(q, tangents.q, k, tangents.k)
         query_tiles = jax.tree.map(layout.cut_queries, (q, left))
@@ -181,7 +179,7 @@ class Online:
         layout = Layout.of(q, v, self.blocks.block_q_dkv, self.blocks.block_kv_dkv)
         dtype, arith = numerics.accumulator(q.dtype), Arithmetic(self.precision)
         whole_score = score.replace(sinks=None)
-        score = layout.cut_score(ranges.with_q_visits(whole_score, layout.block_q, layout.block_kv))
+        score = layout.cut_score(visits.with_visits_of_all(whole_score, layout.cut, of_keys=True))
         query_tiles, key_tiles = _Queries.cut(layout, q, do), jax.tree.map(layout.cut_keys, _Keys(k, v))
         row_tiles = jax.tree.map(layout.cut_rows, rows, tile.Rows(0, jnp.inf, 0))  # p = 0 beyond the end
         scores, moving = (score,), None  # of the tangents: what there is of each q tile, and of each kv tile
@@ -224,9 +222,8 @@ class Online:
             zeros_across = lambda x: zeros((*x.shape[:-2], x.shape[-1], x.shape[-2]))
             grads = dq_tiles, zeros_across(keys.k), zeros_across(keys.v), dbias, dargs
             tiles = ranges.for_all(lambda score: ranges.q_tiles(score, layout.col_span(j), layout.block_q), score)
-            for lo, hi, masked in tiles.segments():
-                grads = lax.fori_loop(lo, hi, functools.partial(visit, keys=keys, keys_t=keys_t, j=j, masked=masked), grads)
-            dq_tiles, dk, dv, dbias, dargs = grads
+            its_visit = functools.partial(visit, keys=keys, keys_t=keys_t, j=j)
+            dq_tiles, dk, dv, dbias, dargs = ranges.over(tiles, its_visit, grads)
             dk, dv = dk.swapaxes(-1, -2), dv.swapaxes(-1, -2)
             return (dq_tiles, dbias, dargs), (self._result(dk * score.unit, k.dtype), self._result(dv, v.dtype))
 

@@ -7,7 +7,7 @@ its pairs are visible (from True to True), none (from False to False), or perhap
 
 It errs to one side only. A value is unknown, and may be anything that its dtype holds, where an integer might wrap around,
 where a float might not be finite, and where an operation has no rule here. A tile of which nothing is known is visited,
-and its pairs are looked at one by one. No engine asks yet: they visit every tile under a mask_fn.
+and its pairs are looked at one by one.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class Score:
     # One for each query or key: int32 [batch, length].
     q_segments: Any = None
     kv_segments: Any = None
-    # What segments leave to visit, and what is reached at all, see ranges.py: int32 [batch, tiles, 4], int8 [batch,
-    # kv_heads, kv_len] and [batch, heads, q_len].
+    # Which tiles are visited, see visits.py, and what is reached at all, see kernels/reach.py: int32 [batch, heads, tiles,
+    # ...], int8 [batch, kv_heads, kv_len] and [batch, heads, q_len].
     visits: Any = None
     key_seen: Any = None
     query_sees: Any = None

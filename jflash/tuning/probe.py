@@ -45,14 +45,15 @@ class Bench:
         def inputs(q, k, v, score, do):
             o, norm = engine.forward(q, k, v, score)
             rows = kernels.rows_of(o, do, norm, jnp.zeros_like(norm.m), score, engine.launcher("delta", q, v, score))
-            return Inputs(q, k, v, do, rows, engine.prepared(score, q, k, v))
+            return Inputs(q, k, v, do, rows, engine.prepared(score, q, k))
 
         return cls(inputs(q, k, v, score, do), engine)
 
     def build(self, kernel: str, launch: Launch) -> Built:
         launcher = Launcher(launch, self.engine.precision, self.engine.interpret)
         score = self.inputs.score if kernel == "forward" else self.inputs.score.replace(sinks=None)
-        inputs = self.inputs._replace(score=kernels.with_visits(kernel, score, launcher))
+        inputs = self.inputs
+        inputs = inputs._replace(score=kernels.with_visits(kernel, score, inputs.q, inputs.k, launcher))
         try:
             compiled, program = machine_code.compile_here(lambda inputs: call(kernel, inputs, launcher), inputs)
         except jax.errors.JaxRuntimeError as error:

@@ -15,7 +15,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jflash import derivatives, kernels, machine_code
+from jflash import derivatives, kernels, linear, machine_code
 from jflash.kernels import Triton
 from jflash.launch import gpu, user_cache
 from jflash.launch.blocks import Options
@@ -132,6 +132,7 @@ def tune(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, minutes: float = 5.0, **op
     # Or else calls outside of jit would go on with what they were traced with.
     derivatives.attend_jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     primitive.forget_programs()
+    linear.forget_programs()
     return {kernel: dataclasses.replace(entry, table=str(path)) for kernel, entry in measured.items()}
 
 

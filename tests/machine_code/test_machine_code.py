@@ -21,6 +21,7 @@ from jflash.machine_code import GPUS, compiler, loops, pipeline
 from jflash.machine_code.kernel import Assembled, serialized
 from jflash.proof.cases import SCORE_FNS
 
+REACH = ("jflash_key_seen", "jflash_query_sees")  # where more is hidden than bounds tell
 KERNELS = ("jflash_forward", "jflash_delta", "jflash_dkv", "jflash_dq")
 APART = ("jflash_forward", "jflash_delta", "jflash_dk", "jflash_dv", "jflash_dq")  # where head_dim is large
 # Where ptxas cannot place the registers of a loop, it settles for 32 of them and spills 9000 bytes and more. Tables are made
@@ -190,11 +191,32 @@ def test_each_option_compiles_and_does_not_spill(name, gpu):
     fn, arguments = with_options(name)
     program = machine_code.compile_for(fn, *arguments, gpu=gpu)
     own = [kernel for kernel in program.kernels if kernel.name.startswith("jflash_")]
+    names = {kernel.name.split("__")[0] for kernel in own}  # one that is launched twice has a number behind its name
+    arrays, static = OPTIONS[name]
     of_arrays = {"bias": "jflash_dbias", "score_args": "jflash_dargs"}
-    assert {kernel.name for kernel in own} == {*KERNELS, *(of_arrays[x] for x in OPTIONS[name][0] if x in of_arrays)}
+    hidden = {"mask", "segment_ids", "mask_fn"} & {*arrays, *static}
+    assert names == {*KERNELS, *(REACH if hidden else ()), *(of_arrays[x] for x in arrays if x in of_arrays)}
     for kernel in own:
         assert kernel.spill_bytes <= 256, kernel
-        assert kernel.tensor_cores or kernel.name == "jflash_delta"
+        assert kernel.tensor_cores or kernel.name.split("__")[0] in ("jflash_delta", *REACH)
+    assert_nothing_beside_the_kernels(program, arguments[:4])
+
+
+def assert_nothing_beside_the_kernels(program, matrices):
+    """The host waits for nothing, and what is not a kernel does not touch q, k, v, o, do or their gradients."""
+    assert not re.search(r"= \S+ (conditional|while)\(", program.text)
+    entry = re.search(r"^ENTRY .*?^}", program.text, re.MULTILINE | re.DOTALL)
+    assert entry
+    found = re.findall(r"^ +(?:ROOT )?(%\S+) = (\S+) ([\w-]+)\((.*)$", entry[0], re.MULTILINE)
+    shapes = {name: shape for name, shape, *_ in found}
+    matrix = {",".join(map(str, x.shape)) for x in matrices}
+    assert any(re.match(r"\w+\[(.*?)\]", shape)[1] in matrix for name, shape, *_ in found if shape[0] != "(")
+    for name, _, operation, rest in found:
+        if operation in ("parameter", "custom-call", "tuple", "get-tuple-element", "bitcast"):
+            continue
+        for touched in [name, *re.findall(r"%[\w.-]+", rest.split(", calls=")[0])]:
+            dimensions = re.match(r"\w+\[(.*?)\]", shapes.get(touched, ""))
+            assert not (dimensions and dimensions[1] in matrix), f"{operation} {name} touches {touched} {shapes[touched]}"
 
 
 @needs_compiler

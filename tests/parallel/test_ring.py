@@ -31,7 +31,7 @@ from jflash.proof import accuracy
 from jflash.proof.cases import Case
 from jflash.reference import Online
 from jflash.reference.online import unseen
-from jflash.score import ranges
+from jflash.score import visits
 from jflash.score.score import Score
 from jflash.tile import Norm
 
@@ -233,7 +233,7 @@ def test_anything_visible(offset):
             score = score.replace(q_segments=jnp.full((1, 8), ids[0]), kv_segments=jnp.full((1, 7), ids[1]))
         ahead = np.arange(7)[None, :] - offset - np.arange(8)[:, None]
         seen = (ahead >= -(np.inf if left is None else left)) & (ahead <= (np.inf if right is None else right))
-        assert bool(ranges.anything_visible(score)) == (seen.any() and ids != (1, 2))
+        assert bool(visits.anything_visible(score)) == (seen.any() and ids != (1, 2))
 
 
 # ------------------------------------------------------------------------------------------------- what it is made of

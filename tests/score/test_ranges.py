@@ -9,7 +9,7 @@ import pytest
 
 from jflash import Score
 from jflash.score import ranges
-from jflash.score.ranges import Span
+from jflash.score.ranges import Segment, Span
 from jflash.score.score import Pairs
 
 LENGTHS = ((6, 6), (7, 13), (13, 7), (1, 9), (9, 1))
@@ -79,9 +79,9 @@ def test_traced_and_known_ranges_are_the_same():
 
 def test_segments_leave_out_what_is_known_to_be_empty():
     full = Score(64, 64, 1.0)
-    assert ranges.kv_tiles(full, Span(0, 16), 16).segments() == [(0, 4, False)]
+    assert ranges.kv_tiles(full, Span(0, 16), 16).segments() == [Segment(0, 4, False)]
     ragged = Score(64, 60, 1.0)
-    assert ranges.kv_tiles(ragged, Span(0, 16), 16).segments() == [(0, 3, False), (3, 4, True)]
+    assert ranges.kv_tiles(ragged, Span(0, 16), 16).segments() == [Segment(0, 3, False), Segment(3, 4, True)]
 
 
 def test_several_batch_elements_visit_what_any_of_them_must():
