@@ -12,6 +12,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -78,6 +79,11 @@ def anything_visible(score: Score) -> bool | Array:
 
 def summary(score: Score, cut: Cut) -> Summary:
     """What is known of each tile, [batch or 1, heads or 1, q_tiles, kv_tiles]."""
+    with jax.numpy_rank_promotion("allow"):  # what a tile's numbers have no axis of, they are the same along
+        return _summary(score, cut)
+
+
+def _summary(score: Score, cut: Cut) -> Summary:
     rows, cols = positions(score.q_len, cut.block_q), positions(score.kv_len, cut.block_kv)
     its = score.map_leaves(lambda name, x: x[:, None, None, None] if name in ONE_FOR_EACH else x)
     parts = [_of_bounds(its, cut, rows.lo[:, None], cols.lo)]
