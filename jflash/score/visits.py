@@ -79,7 +79,7 @@ def anything_visible(score: Score) -> bool | Array:
 
 def summary(score: Score, cut: Cut) -> Summary:
     """What is known of each tile, [batch or 1, heads or 1, q_tiles, kv_tiles]."""
-    with jax.numpy_rank_promotion("allow"):  # what a tile's numbers have no axis of, they are the same along
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return _summary(score, cut)
 
 
