@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -147,7 +148,9 @@ def used(q: Q, v: V, score: Score, suffix: str = "") -> tuple[str, ...]:
     return "forward", "delta", *blocks.kernels_of_keys(key_of(f"dkv{suffix}", q, v, score)), "dq", *of_arrays
 
 
-def with_visits(kernel: str, score: Score, q: Q, k: K, launcher: Launcher) -> Score:
-    """`score` with the tiles that a kernel visits."""
+def with_visits(
+    kernel: str, score: Score, q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, launcher: Launcher
+) -> Score:
+    """`score` with the tiles that a kernel visits, of arrays shaped like q and k."""
     cut = Cut(q.shape[0], q.shape[2], launcher.block_q, launcher.block_kv)
     return with_q_visits(score, cut, k.shape[2]) if kernel in PARTS else with_kv_visits(score, cut)

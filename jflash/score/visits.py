@@ -50,9 +50,8 @@ def with_visits_of_all(score: Score, cut: Cut, *, of_keys: bool = False) -> Scor
     """
     if score.banded:
         return score
-    together = Summary(*(x.all(axis=(0, 1), keepdims=True) for x in summary(score, cut)))
-    together = Summary(*(x.swapaxes(2, 3) for x in together)) if of_keys else together
-    return score.replace(visits=_lists(together)[0, 0])
+    of = _across(summary(score, cut)) if of_keys else summary(score, cut)
+    return score.replace(visits=_lists(Summary(*(x.all(axis=(0, 1), keepdims=True) for x in of)))[0, 0])
 
 
 def with_q_visits(score: Score, cut: Cut, kv_heads: int) -> Score:
@@ -62,11 +61,10 @@ def with_q_visits(score: Score, cut: Cut, kv_heads: int) -> Score:
     """
     if score.banded:
         return score
-    none, every = (x.swapaxes(2, 3) for x in summary(score, cut))
-    if none.shape[1] > 1:
-        of_groups = lambda x: x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).all(axis=2)
-        none, every = of_groups(none), of_groups(every)
-    return score.replace(visits=_lists(Summary(none, every)))
+    of = _across(summary(score, cut))
+    if of.none.shape[1] > 1:
+        of = Summary(*(x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).all(axis=2) for x in of))
+    return score.replace(visits=_lists(of))
 
 
 def anything_visible(score: Score) -> bool | Array:
@@ -98,6 +96,11 @@ def _summary(score: Score, cut: Cut) -> Summary:
     every = functools.reduce(jnp.logical_and, [part.all for part in parts])
     lead = (1,) * (4 - none.ndim)
     return Summary(none.reshape(*lead, *none.shape), every.reshape(*lead, *every.shape))
+
+
+def _across(of: Summary) -> Summary:
+    """With the q tiles of each kv tile in a row."""
+    return Summary(*(x.swapaxes(2, 3) for x in of))
 
 
 def _of_bounds(score: Score, cut: Cut, i: Array, j: Array) -> Summary:

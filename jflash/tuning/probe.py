@@ -52,8 +52,8 @@ class Bench:
     def build(self, kernel: str, launch: Launch) -> Built:
         launcher = Launcher(launch, self.engine.precision, self.engine.interpret)
         score = self.inputs.score if kernel == "forward" else self.inputs.score.replace(sinks=None)
-        inputs = self.inputs
-        inputs = inputs._replace(score=kernels.with_visits(kernel, score, inputs.q, inputs.k, launcher))
+        score = kernels.with_visits(kernel, score, self.inputs.q, self.inputs.k, launcher)
+        inputs = self.inputs._replace(score=score)
         try:
             compiled, program = machine_code.compile_here(lambda inputs: call(kernel, inputs, launcher), inputs)
         except jax.errors.JaxRuntimeError as error:
