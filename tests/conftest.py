@@ -69,7 +69,7 @@ def few_programs():
         jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def quickly_compiled():
     with compiling_quickly():
         yield
