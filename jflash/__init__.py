@@ -12,5 +12,6 @@ from jflash.score.dropout import dropout_mask as dropout_mask
 from jflash.score.score import Score as Score
 from jflash.tuning.tune import launches as launches
 from jflash.tuning.tune import tune as tune
+from jflash.visits import visits as visits
 
 __version__ = "0.1.0"

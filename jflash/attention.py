@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jflash import kernels
-from jflash.derivatives import Engine, attend
+from jflash.derivatives import attend
 from jflash.kernels import Triton
 from jflash.launch import gpu
 from jflash.launch.blocks import BlockSizes, Options
@@ -196,7 +196,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def engine_of(implementation: str | None, blocks: BlockSizes, precision, q: Array, v: Array) -> Engine | None:
+def engine_of(implementation: str | None, blocks: BlockSizes, precision, q: Array, v: Array) -> Everywhere | None:
     """The engine of an implementation; None for "naive", which is ordinary JAX."""
     if implementation is None:
         why_not = kernels.unsupported(q, v) or gpu.too_old()
@@ -217,7 +217,7 @@ def engine_of(implementation: str | None, blocks: BlockSizes, precision, q: Arra
     return _everywhere(Triton(blocks, precision, interpret=implementation == "interpret"))
 
 
-def _everywhere(engine: Engine) -> Everywhere:
+def _everywhere(engine: Triton | Online) -> Everywhere:
     return Everywhere(engine, engine)
 
 

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "jflash"
 FLOORS = (
     "__main__",
     "proof",
-    "drop_in flax equinox ring_attention",
+    "drop_in flax equinox ring_attention visits",
     "attention",
     "tuning",
     "parallel",

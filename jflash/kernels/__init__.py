@@ -25,7 +25,7 @@ from jflash.launch.blocks import DEFAULTS, BlockSizes
 from jflash.launch.table import Entry, Key
 from jflash.numerics import result_dtype
 from jflash.score.score import Score
-from jflash.score.visits import Cut, with_kv_visits, with_q_visits
+from jflash.score.visits import Cut, states, with_kv_visits, with_q_visits
 from jflash.shapes import K, O, PerHead, PerQuery, Q, V
 from jflash.tile import Norm, Rows, RowTangents
 
@@ -117,6 +117,14 @@ class Triton:
         """How a kernel is launched, and why so."""
         return self.blocks.over(blocks.default(key_of(kernel, q, v, score)))
 
+    def cut(self, q: Q, v: V, score: Score) -> Cut:
+        """The tiles of the forward."""
+        return _cut(q, self.launcher("forward", q, v, score))
+
+    def visits(self, score: Score, cut: Cut) -> Array:
+        """What it does with each of them, see score.visits.states()."""
+        return states(score, cut)
+
     def prepared(self, score: Score, q: Q, k: K, queries: bool = True) -> Score:
         """`score` with what the kernels need besides: what is reached, and a mask that Pallas reads right.
 
@@ -152,5 +160,9 @@ def with_visits(
     kernel: str, score: Score, q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, launcher: Launcher
 ) -> Score:
     """`score` with the tiles that a kernel visits, of arrays shaped like q and k."""
-    cut = Cut(q.shape[0], q.shape[2], launcher.block_q, launcher.block_kv)
+    cut = _cut(q, launcher)
     return with_q_visits(score, cut, k.shape[2]) if kernel in PARTS else with_kv_visits(score, cut)
+
+
+def _cut(q: Array | jax.ShapeDtypeStruct, launcher: Launcher) -> Cut:
+    return Cut(q.shape[0], q.shape[2], launcher.block_q, launcher.block_kv)

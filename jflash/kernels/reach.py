@@ -19,12 +19,11 @@ from jflash.kernels.memory import Place
 from jflash.launch.blocks import Launch
 from jflash.score import ranges
 from jflash.score.ranges import Span
-from jflash.score.score import ONE_FOR_EACH, Score
+from jflash.score.score import OF_VISIBILITY, Score
 from jflash.score.visits import Cut, with_kv_visits, with_q_visits
 from jflash.shapes import K, Q
 
 BLOCK = 64  # small: there is little to do in a tile, and the fewer pairs it has the more often none of them need a look
-OF_VISIBILITY = (*ONE_FOR_EACH, "q_segments", "kv_segments", "visits", "mask", "mask_args", "first")
 
 
 def with_reach(score: Score, q: Q, k: K, interpret: bool, queries: bool = True) -> Score:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.resources
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from jax import lax
@@ -68,6 +69,14 @@ class Options(ScoreOptions, total=False):
     precision: lax.PrecisionLike
     block_sizes: BlockSizes | None
     implementation: str | None
+
+
+def of_score(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of attention()'s options that are a Score's; raises where there are others than attention() takes."""
+    own = ScoreOptions.__annotations__
+    if unknown := set(options) - set(Options.__annotations__) - set(own):
+        raise TypeError(f"options must be those of attention() but return_lse, got {', '.join(sorted(unknown))}")
+    return {name: value for name, value in options.items() if name in own}
 
 
 def given(block_sizes: Any) -> BlockSizes:

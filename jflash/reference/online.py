@@ -22,6 +22,7 @@ from jflash.numerics import Arithmetic
 from jflash.reference.layout import Layout
 from jflash.score import ranges, visits
 from jflash.score.score import Score
+from jflash.score.visits import Cut
 from jflash.shapes import K, O, PerQuery, Q, V
 from jflash.tile import Norm
 
@@ -119,6 +120,14 @@ class Online:
 
         o, norm = lax.map(row_of_tiles, (jnp.arange(layout.q_count, dtype=jnp.int32), layout.cut_queries(q)))
         return layout.join_queries(o), jax.tree.map(layout.join_rows, norm)
+
+    def cut(self, q: Q, v: V, score: Score) -> Cut:
+        """The tiles of the forward; they do not depend on the score."""
+        return Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv).cut
+
+    def visits(self, score: Score, cut: Cut) -> Array:
+        """What it does with each of them, see score.visits.states()."""
+        return visits.states(score, cut, together=True)
 
     def tangent(self, q: Q, k: K, v: V, score: Score, o: O, norm: Norm, tangents: Tangents) -> tuple[O, PerQuery]:
         layout = Layout.of(q, v, self.blocks.block_q, self.blocks.block_kv)

@@ -16,6 +16,8 @@ from jax import Array, lax
 from jflash.numerics import known, larger, select, smaller
 from jflash.score.score import ONE_FOR_EACH, Score
 
+PARTIAL, FULL = 1, 2  # the states of tiles that are visited, pair by pair and without a mask; 0 is that of the others
+
 Index = Any  # a Python int where it is known at trace time, an int32 scalar where it is not
 Bounds = Callable[[Index], tuple[Index, Index]]
 
@@ -51,8 +53,9 @@ class Tiles(NamedTuple):
         return [s for s in parts if not (s.lo is s.hi or (known(s.lo, s.hi) and s.lo >= s.hi))]
 
     def state(self, t: Index) -> Any:
-        """Whether tile t is visited: 0 where it is not."""
-        return jnp.int32((self.lo <= t) & (t < self.hi))
+        """What is done with tile t: 0, PARTIAL or FULL."""
+        of = lambda lo, hi: jnp.int32((lo <= t) & (t < hi))
+        return of(self.lo, self.hi) * PARTIAL + of(self.full_lo, self.full_hi) * (FULL - PARTIAL)
 
 
 class List(NamedTuple):

@@ -353,6 +353,7 @@ LEAST_UNIT, MOST_UNIT = 2.0**-60, 2.0**20
 ONE_FOR_EACH = ("q_offset", "q_lengths", "kv_lengths")  # the leaves with one number for each batch element
 PAIRWISE = ("mask", "bias")  # those with one for each pair
 WITH_GRADIENTS = ("bias", "sinks", "args")  # those that have gradients, where they are floats
+OF_VISIBILITY = (*ONE_FOR_EACH, "q_segments", "kv_segments", "visits", "mask", "mask_args", "first")  # what visible() reads
 LEAVES = tuple(field.name for field in dataclasses.fields(Score) if not field.metadata.get("static"))
 
 

@@ -19,10 +19,9 @@ from jax import Array, lax
 
 from jflash.score import ranges
 from jflash.score.intervals import Summary, of_mask_fn, positions
-from jflash.score.ranges import Span
+from jflash.score.ranges import FULL, PARTIAL, Span
 from jflash.score.score import ONE_FOR_EACH, Score
 
-PARTIAL, FULL = 1, 2  # the states of tiles that are visited; 0 is that of the others
 GRANULE = 64  # of a mask's own summary, which kernels of larger tiles share
 
 
@@ -50,8 +49,8 @@ def with_visits_of_all(score: Score, cut: Cut, *, of_keys: bool = False) -> Scor
     """
     if score.banded:
         return score
-    of = _across(summary(score, cut)) if of_keys else summary(score, cut)
-    return score.replace(visits=_lists(Summary(*(x.all(axis=(0, 1), keepdims=True) for x in of)))[0, 0])
+    of = _together(summary(score, cut))
+    return score.replace(visits=_lists(_across(of) if of_keys else of)[0, 0])
 
 
 def with_q_visits(score: Score, cut: Cut, kv_heads: int) -> Score:
@@ -75,6 +74,28 @@ def anything_visible(score: Score) -> bool | Array:
     return tiles.lo < tiles.hi
 
 
+def states(score: Score, cut: Cut, *, together: bool = False) -> Array:
+    """What a loop over kv tiles does with each: 0, PARTIAL or FULL, int32 [batch or 1, heads or 1, q_tiles, kv_tiles].
+
+    `together`: a loop that serves all batch elements and heads at once.
+    """
+    if not score.banded:
+        of = summary(score, cut)
+        return _states(_together(of) if together else of)
+    t = jnp.arange(-(-score.kv_len // cut.block_kv), dtype=jnp.int32)
+
+    def of_row(score: Score, i: Array) -> Array:
+        tiles = ranges.for_all(lambda score: ranges.kv_tiles(score, Span(i, cut.block_q), cut.block_kv), score)
+        return jnp.broadcast_to(tiles.state(t), t.shape)
+
+    rows = jnp.arange(0, score.q_len, cut.block_q, dtype=jnp.int32)
+    of_rows = jax.vmap(of_row, in_axes=(None, 0))
+    own = {name: getattr(score, name)[:, None] for name in ONE_FOR_EACH if getattr(score, name) is not None}
+    if together or not own:
+        return of_rows(score, rows)[None, None]
+    return jax.vmap(lambda own: of_rows(score.replace(**own), rows)[None])(own)
+
+
 def summary(score: Score, cut: Cut) -> Summary:
     """What is known of each tile, [batch or 1, heads or 1, q_tiles, kv_tiles]."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -96,6 +117,15 @@ def _summary(score: Score, cut: Cut) -> Summary:
     every = functools.reduce(jnp.logical_and, [part.all for part in parts])
     lead = (1,) * (4 - none.ndim)
     return Summary(none.reshape(*lead, *none.shape), every.reshape(*lead, *every.shape))
+
+
+def _together(of: Summary) -> Summary:
+    """What is known of each tile for all batch elements and heads together."""
+    return Summary(*(x.all(axis=(0, 1), keepdims=True) for x in of))
+
+
+def _states(of: Summary) -> Array:
+    return jnp.where(of.none, 0, jnp.where(of.all, FULL, PARTIAL)).astype(jnp.int32)
 
 
 def _across(of: Summary) -> Summary:
@@ -161,10 +191,10 @@ def _reduced(x: Array, how: Any, blocks: list[int]) -> Array:
 
 def _lists(of: Summary) -> Array:
     """[batch, heads, tiles, others] -> [batch, heads, tiles, 2 + 2 * others], int32, see ranges.List."""
-    states = jnp.where(of.none, 0, jnp.where(of.all, FULL, PARTIAL)).astype(jnp.int32)
-    count = jnp.int32(states.shape[-1])
+    state = _states(of)
+    count = jnp.int32(state.shape[-1])
     # Sorted by what is to be done with a tile, then by its number: first those that need a mask.
-    order = jnp.where(states == 0, 2 * count, jnp.where(states == FULL, count, 0))
-    order = lax.rem(jnp.sort(order + lax.broadcasted_iota(jnp.int32, states.shape, 3), axis=-1), count)
+    order = jnp.where(state == 0, 2 * count, jnp.where(state == FULL, count, 0))
+    order = lax.rem(jnp.sort(order + lax.broadcasted_iota(jnp.int32, state.shape, 3), axis=-1), count)
     number = lambda condition: jnp.sum(condition, axis=-1, keepdims=True, dtype=jnp.int32)
-    return jnp.concatenate([number(states == PARTIAL), number(states != 0), order, states], axis=-1)
+    return jnp.concatenate([number(state == PARTIAL), number(state != 0), order, state], axis=-1)

@@ -18,13 +18,12 @@ from jax.typing import ArrayLike
 from jflash import derivatives, kernels, linear, machine_code
 from jflash.kernels import Triton
 from jflash.launch import gpu, user_cache
-from jflash.launch.blocks import Options
+from jflash.launch.blocks import Options, of_score
 from jflash.launch.blocks import given as blocks_of
 from jflash.launch.table import Entry, Key
 from jflash.machine_code import Target
 from jflash.parallel import primitive
 from jflash.score import arguments
-from jflash.score.arguments import ScoreOptions
 from jflash.score.score import Score
 from jflash.tuning import progress, tuner
 from jflash.tuning.probe import Bench
@@ -148,17 +147,15 @@ class _Problem(NamedTuple):
     @classmethod
     def of(cls, q: Array, k: Array, v: Array, options: Mapping[str, Any]) -> _Problem:
         """Checks the arguments as attention() does."""
-        if unknown := set(options) - set(Options.__annotations__) - set(ScoreOptions.__annotations__):
-            raise TypeError(f"options must be those of attention() but return_lse, got {', '.join(sorted(unknown))}")
+        of_pairs = of_score(options)
         blocks = blocks_of(options.get("block_sizes"))
-        of_score = {name: value for name, value in options.items() if name in ScoreOptions.__annotations__}
         arguments.arrays(q, k, v)
         batched = q.ndim == 4
         if not batched:
             q, k, v = q[None], k[None], v[None]
         if why_not := kernels.unsupported(q, v):
             raise ValueError(f"there is no launch to choose: {why_not}")
-        score = Score.of(q, k, batched=batched, **of_score)
+        score = Score.of(q, k, batched=batched, **of_pairs)
         if 0 in (q.size, k.size, v.size):
             raise ValueError(f"there is no launch to choose where q, k or v is empty, got {q.shape}, {k.shape}, {v.shape}")
         return cls(q, k, v, score, Triton(blocks, options.get("precision")))

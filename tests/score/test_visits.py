@@ -45,14 +45,18 @@ def tiles_of(seen, block_q, block_kv):
 
 def walked(row):
     """The states of the tiles of a row, as a loop meets them."""
-    found = np.zeros(row.tiles if isinstance(row, ranges.List) else row.hi, int)
+    found = np.zeros(row.tiles if isinstance(row, ranges.List) else int(row.hi), int)
     for part in row.segments():
         for n in range(int(part.lo), int(part.hi)):
             t = int(part.tile(n))
             assert found[t] == 0, "a tile is visited once"
-            found[t] = visits.PARTIAL if part.masked else visits.FULL
+            found[t] = ranges.PARTIAL if part.masked else ranges.FULL
     np.testing.assert_array_equal([int(row.state(t)) for t in range(len(found))], found)
     return found
+
+
+def padded(found, size):
+    return np.pad(found, (0, size - len(found)))
 
 
 def assert_sound(score, cut, kv_heads=1):
@@ -64,7 +68,7 @@ def assert_sound(score, cut, kv_heads=1):
     assert not (full & ~every).any()
     rows = jax.jit(lambda score: visits.with_kv_visits(score, cut).visits)(score)
     cols = jax.jit(lambda score: visits.with_q_visits(score, cut, kv_heads).visits)(score)
-    states = np.where(none, 0, np.where(full, visits.FULL, visits.PARTIAL))
+    states = np.where(none, 0, np.where(full, ranges.FULL, ranges.PARTIAL))
     for listed, whole, step in ((rows, states, cut.block_q), (cols, states.swapaxes(2, 3), cut.block_kv)):
         for b, h in np.ndindex(*listed.shape[:2]):
             for t in range(listed.shape[2]):
@@ -143,6 +147,35 @@ def test_any_options_together_are_sound(data):
     score = score_of(q_len, kv_len, batch, heads, **options)
     if not score.banded:
         assert_sound(score, Cut(batch, heads, one_of(4, 8, 16), one_of(4, 8, 16)), kv_heads=one_of(1, 2, 4))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_states_are_what_loops_do(data):
+    batch, q_len, kv_len = 2, data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    one_of = lambda *options: data.draw(st.sampled_from(options))
+    options = {
+        "causal": one_of(False, True),
+        "window": one_of(None, (9, 3), (0, None)),
+        "q_offset": one_of(0, 7, jnp.asarray([3, -30])),
+        "kv_lengths": one_of(None, jnp.asarray([kv_len // 2, kv_len])),
+        "q_lengths": one_of(None, jnp.asarray([q_len, 0])),
+        "mask_fn": one_of(None, lambda b, h, i, j: (i // 4 + b) % 3 != j // 8),
+    }
+    score, cut = score_of(q_len, kv_len, batch, **options), Cut(batch, 1, one_of(4, 16), one_of(4, 16))
+    rows = [Span(i, cut.block_q) for i in range(0, q_len, cut.block_q)]
+    listed, together = visits.with_kv_visits(score, cut), visits.with_visits_of_all(score, cut)
+    states, of_all = visits.states(score, cut), visits.states(score, cut, together=True)
+    assert of_all.shape[:2] == (1, 1)
+    for n, span in enumerate(rows):
+        tiles_of = lambda score, span=span: ranges.kv_tiles(score, span, cut.block_kv)
+        row = np.asarray(of_all[0, 0, n])
+        np.testing.assert_array_equal(row, padded(walked(ranges.for_all(tiles_of, together)), row.size))
+        for b in range(batch):
+            own = listed.select(lambda leaf, b=b: leaf[b])
+            own = own if own.visits is None else own.replace(visits=own.visits[b % own.visits.shape[0], 0])
+            row = np.asarray(states[b % states.shape[0], 0, n])
+            np.testing.assert_array_equal(row, padded(walked(tiles_of(own)), row.size))
 
 
 def test_heads_and_batch_elements_that_agree_share_a_list():
