@@ -33,12 +33,12 @@ def with_reach(score: Score, q: Q, k: K, interpret: bool, queries: bool = True) 
     launcher = Launcher(Launch(BLOCK, BLOCK, num_warps=4, num_stages=1), interpret=interpret)
     cut = Cut(q.shape[0], q.shape[2], BLOCK, BLOCK)
     whole = lambda x, of: jnp.broadcast_to(x, (of.shape[0], of.shape[2], of.shape[1]))
-    by_keys = with_q_visits(score, cut, k.shape[2])
-    group = 1 if by_keys.visits.shape[1] == 1 else q.shape[2] // k.shape[2]
+    by_keys, by_queries = with_q_visits(score, cut, k.shape[2]), with_kv_visits(score, cut)
+    group = 1 if by_queries.visits.shape[1] == 1 else q.shape[2] // k.shape[2]  # 1 where all query heads see the same
     key_seen = whole(_reached(by_keys, group, launcher, k.shape[1], keys=True), k)
     if not queries:
         return score.replace(key_seen=key_seen)
-    query_sees = _reached(with_kv_visits(score, cut), 1, launcher, q.shape[1], keys=False)
+    query_sees = _reached(by_queries, 1, launcher, q.shape[1], keys=False)
     return score.replace(key_seen=key_seen, query_sees=whole(query_sees, q))
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.extend.core import Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jflash.numerics import known
 from jflash.score.score import Pairs, Score
@@ -68,14 +69,19 @@ def positions(length: int, block: int) -> Interval:
 def of_mask_fn(score: Score, b: Any, h: Any, rows: Interval, cols: Interval) -> Summary:
     """What mask_fn shows of the tiles rows x cols, [..., q_tiles, kv_tiles]; an axis that it does not look at is 1.
 
+    It has an axis that mask_fn looks at where nothing is known too: pairs differ there, though what is known does not.
+
     `score` is that of one batch element, or of any number of them that share an offset. Queries `rows`, int32 [q_tiles],
     and keys `cols`, [kv_tiles], count from 0, as in Pairs; b and h are integers, or arrays with the leading axes. Of a tile
     without positions, lo > hi, anything may be said.
     """
     b, h = (jnp.asarray(x, jnp.int32)[..., None, None] for x in (b, h))
     first, last = (score._arguments(Pairs(b, h, i[:, None], j)) for i, j in zip(rows, cols, strict=True))
-    (seen,) = _interpreted(_traced(score), [*map(Interval, first, last), *score.mask_args])
-    lo, hi = (jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, (1, 1))) for x in seen)
+    program = _traced(score)
+    (seen,) = _interpreted(program, [*map(Interval, first, last), *score.mask_args])
+    _, looked_at = dce_jaxpr(program.jaxpr, [True])
+    shapes = [x.shape for x, used in zip(first, looked_at, strict=False) if used]
+    lo, hi = (jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, (1, 1), *shapes)) for x in seen)
     return Summary(none=~hi, all=lo)
 
 

@@ -59,15 +59,18 @@ class Tiles(NamedTuple):
 
 
 class List(NamedTuple):
-    """A row of Score.visits: how many tiles need a mask, how many are visited, all tiles in order of visit, their states."""
+    """A row of Score.visits: how many tiles need no mask, how many are visited, all tiles in order of visit, their states.
+
+    A tile that hangs over the end comes last, as where bounds tell all: what hides nothing changes no bit of a sum.
+    """
 
     read: Callable[[Index], Index]  # number n of the row
     tiles: int  # how many there are
 
     def segments(self) -> list[Segment]:
-        partial, visited = self.read(0), self.read(1)
+        full, visited = self.read(0), self.read(1)
         listed = lambda n: self.read(n + 2)
-        return [Segment(0, partial, True, listed), Segment(partial, visited, False, listed)]
+        return [Segment(0, full, False, listed), Segment(full, visited, True, listed)]
 
     def state(self, t: Index) -> Any:
         return self.read(t + (2 + self.tiles))

@@ -193,8 +193,8 @@ def _lists(of: Summary) -> Array:
     """[batch, heads, tiles, others] -> [batch, heads, tiles, 2 + 2 * others], int32, see ranges.List."""
     state = _states(of)
     count = jnp.int32(state.shape[-1])
-    # Sorted by what is to be done with a tile, then by its number: first those that need a mask.
-    order = jnp.where(state == 0, 2 * count, jnp.where(state == FULL, count, 0))
+    # Sorted by what is to be done with a tile, then by its number: first those that need no mask.
+    order = jnp.where(state == 0, 2 * count, jnp.where(state == PARTIAL, count, 0))
     order = lax.rem(jnp.sort(order + lax.broadcasted_iota(jnp.int32, state.shape, 3), axis=-1), count)
     number = lambda condition: jnp.sum(condition, axis=-1, keepdims=True, dtype=jnp.int32)
-    return jnp.concatenate([number(state == PARTIAL), number(state != 0), order, state], axis=-1)
+    return jnp.concatenate([number(state == FULL), number(state != 0), order, state], axis=-1)

@@ -242,3 +242,26 @@ def test_what_no_query_sees_may_hold_anything_under_a_function(implementation):
     got = _gradients(q, k, v, (("mask_fn", sees),), implementation)
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+UNFOLLOWED = lambda x: jnp.arcsinh(jnp.float32(x))  # what intervals do not follow, of the sign of x
+LOOKED_AT = {
+    "every head": lambda b, h, i, j: (j + h + b) % 4 == 0,
+    "every head, not followed": lambda b, h, i, j: UNFOLLOWED((j + h + b) % 4) == 0,
+    "positions, not followed": lambda b, h, i, j: UNFOLLOWED(i - j - 38) > 0,
+}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", LOOKED_AT)
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_what_is_seen_is_asked_of_each_head_that_a_function_looks_at(implementation, name, kv_heads):
+    """What is known of the tiles may be the same for all of them, also with one kv head, and what is seen is not."""
+    rng = np.random.default_rng(0)
+    of = lambda heads: rng.standard_normal((2, 40, heads, 16)).astype(np.float32)
+    q, k, v = of(4), of(kv_heads), of(kv_heads)
+    options = {"mask_fn": LOOKED_AT[name], "q_offset": jnp.asarray([0, 5])}
+    program = jax.jit(
+        lambda implementation: jflash.attention(q, k, v, **options, implementation=implementation), static_argnums=0
+    )
+    np.testing.assert_allclose(program(implementation), program("naive"), atol=1e-5)
