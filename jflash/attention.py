@@ -103,9 +103,10 @@ def attention(
         of a longer sequence, where the chunk begins; for a cache, kv_len - q_len. A new int means a new compilation: where
         it changes from call to call, as from one step of decoding to the next, give an array. Positions stay within ±2**29.
       segment_ids: integers, `[batch, length]` for queries and keys, or a pair of them, `[batch, q_len]` and `[batch,
-        kv_len]`: a query sees the keys that have its id. For packed documents; tiles that cannot match are skipped, which
-        is most of them where ids are sorted, and unsorted ids are right, only slower. Ids of 64 bits are told apart by
-        all of them, and cost a sort of the ids in each call; those of 32 bits and fewer do not.
+        kv_len]`: a query sees the keys that have its id. For packed documents; tiles that cannot match are skipped,
+        whatever the order of the ids: all such tiles where ids are sorted or lie less than 32 apart, and else nearly all.
+        Ids of 64 bits are told apart by all of them, and cost a sort of the ids in each call; those of 32 bits and fewer do
+        not.
       q_lengths: an integer or `[batch]`: how many queries are there; the others see nothing.
       kv_lengths: an integer or `[batch]`: how many keys are there.
       mask: bool, broadcastable to `[batch, heads, q_len, kv_len]`: True where a query sees a key.
