@@ -128,7 +128,8 @@ def attention(
         q, k or v still reaches o and gradients (0 · NaN is NaN), and only the conditions above keep it out. finfo.min is a
         number like any other: a query for which all keys have it sees their mean, as in dense softmax; the sum of two of
         them is -inf. +inf makes its query's results NaN, as there. The gradient of the bias has its own shape and dtype and is
-        summed, in a fixed order and in no more memory than that, where it is broadcast.
+        summed, in a fixed order, where it is broadcast: on a GPU by several programs where its tiles alone would leave most
+        of it idle, in some 12 MiB of memory besides.
       score_fn: score_fn(s, b, h, i, j, *score_args) -> s, any elementwise JAX function of a logit, traced into each
         tile and differentiated there. s is float32 (float64), the integers are those of mask_fn. It may return -inf as
         a bias may hold it. ALiBi::

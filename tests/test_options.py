@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jflash import BlockSizes, alibi_slopes, attention, dropout_mask
+from jflash.kernels import dscore
 from jflash.proof import accuracy
 from jflash.proof.cases import Case
 
@@ -455,3 +456,17 @@ def test_dropout_is_the_dense_mask_of_the_same_key(implementation):
     expected = jnp.einsum("bhij,bjhd->bihd", jnp.where(kept, p / 0.6, 0), jnp.repeat(v, 2, 2))
     how = {"implementation": implementation, "block_sizes": SMALL_TILES, "dropout_rate": 0.4, "dropout_key": key}
     np.testing.assert_allclose(jax.jit(functools.partial(attention, **how))(q, k, v), expected, atol=3e-6)
+
+
+@pytest.mark.parametrize(("programs", "batch"), [(1, 2), (5, 3), (24, 5), (10_000, 7)])  # another batch: traced anew
+def test_the_gradient_of_a_bias_is_the_same_among_however_many_programs(monkeypatch, programs, batch):
+    """Of 3 q tiles, 4 heads and so many batch elements, for each of 2 tiles of keys: all in one sum, up to each in its own."""
+    monkeypatch.setattr(dscore, "PROGRAMS", programs)
+    q, k, v = normal(batch, 40, 4, 16), normal(batch, 45, 2, 16, seed=1), normal(batch, 45, 2, 16, seed=2)
+    bias = normal(1, 1, 1, 45, seed=3)
+
+    def gradient(implementation):
+        fn = functools.partial(attention, q, k, v, window=(20, 9), implementation=implementation, block_sizes=SMALL_TILES)
+        return jax.jit(jax.grad(lambda bias: jnp.sum(fn(bias=bias) ** 2)))(bias)
+
+    np.testing.assert_allclose(gradient("interpret"), gradient("naive"), rtol=1e-4, atol=1e-4)

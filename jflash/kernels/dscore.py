@@ -1,13 +1,14 @@
 """The gradients of the Score's own arrays, or their tangents: of the bias, and of what score_fn reads.
 
-Both compute the tiles of ds anew and sum them, in a fixed order, into what is no larger than the array itself (bias) or
-than one copy of it for each q tile (score_args).
+Both compute the tiles of ds anew and sum them, in a fixed order, into what is no larger than the array itself, or a copy of it
+for each of several programs (bias), or than one copy of it for each q tile (score_args).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,64 +24,95 @@ from jflash.score import ranges
 from jflash.score.ranges import Index, Span
 from jflash.score.score import Operands, Pairs, Score
 
+# As many as keep the largest GPU at work that is compiled for, with 188 multiprocessors: two for each. It is the same for all
+# of them, and so is the order of the sums.
+PROGRAMS = 2 * 188
+
 
 def dbias(inputs: Inputs, launcher: Launcher) -> Array:
     """The gradient of the bias, shaped like it.
 
-    One program a tile of it. A dimension that the bias has is cut into tiles; one that it lacks (size 1) is looped over, so
-    each program sees all arrays whole.
+    A dimension that the bias has is cut into tiles; one that it lacks (size 1) is summed over. Where its tiles alone are too
+    few to fill a GPU, what is summed for each is divided among several programs, as evenly as it goes, and their sums are
+    added up in order: less than 2 * PROGRAMS tiles of float32.
     """
-    bias = inputs.score.bias
-    counts = pl.cdiv(bias.shape[2], launcher.block_q), pl.cdiv(bias.shape[3], launcher.block_kv)
+    bias, tiles = inputs.score.bias, _BiasTiles.of(inputs, launcher)
+    shape = tiles.parts * bias.shape[0], *bias.shape[1:]
     (result,) = launcher.call(
-        functools.partial(_dbias_kernel, widths=inputs.widths, counts=counts),
-        grid=(counts[0] * counts[1], bias.shape[1], bias.shape[0]),
+        functools.partial(_dbias_kernel, widths=inputs.widths, tiles=tiles),
+        grid=(tiles.rows * tiles.cols * tiles.parts, bias.shape[1], bias.shape[0]),
         in_specs=[inputs.specs],
-        out_specs=[pl.BlockSpec(bias.shape, lambda *grid: (0, 0, 0, 0))],
-        out_shape=[jax.ShapeDtypeStruct(bias.shape, bias.dtype)],
+        out_specs=[pl.BlockSpec(shape, lambda *grid: (0, 0, 0, 0))],
+        out_shape=[jax.ShapeDtypeStruct(shape, bias.dtype if tiles.parts == 1 else jnp.float32)],
         name=f"jflash_dbias{inputs.suffix}",
     )(inputs)
-    return result
+    if tiles.parts == 1:
+        return result
+    return jnp.sum(result.reshape(tiles.parts, *bias.shape), axis=0).astype(bias.dtype)
 
 
-def _dbias_kernel(inputs: Inputs, dbias_ref, *, widths: Widths, counts: tuple[int, int], launcher: Launcher):
-    batch, q_len, heads, _ = inputs.q.shape
+class _BiasTiles(NamedTuple):
+    """How a bias is cut into tiles, and over what a tile's gradient is summed: (batch elements, heads, q tiles)."""
+
+    rows: int
+    cols: int
+    summed: tuple[int, int, int]  # 1 for those that a tile is of
+    share: int  # how much of that one program sums
+
+    @classmethod
+    def of(cls, inputs: Inputs, launcher: Launcher) -> _BiasTiles:
+        shape = inputs.score.bias.shape
+        batch, q_len, heads, _ = inputs.q.shape
+        rows, cols = pl.cdiv(shape[2], launcher.block_q), pl.cdiv(shape[3], launcher.block_kv)
+        counts = batch, heads, pl.cdiv(q_len, launcher.block_q)
+        b, h, i = (n if size == 1 else 1 for n, size in zip(counts, shape, strict=False))
+        summed = b, h, i
+        parts = min(pl.cdiv(PROGRAMS, rows * cols * shape[0] * shape[1]), math.prod(summed))
+        return cls(rows, cols, summed, pl.cdiv(math.prod(summed), parts))
+
+    @property
+    def parts(self) -> int:
+        """Among how many programs the sum is divided."""
+        return pl.cdiv(math.prod(self.summed), self.share)
+
+    def place(self, n: Index, own: tuple[Index, Index, Index]) -> tuple[Index, Index, Index]:
+        """(batch element, head, q tile) of number n of a sum, of the tile that is itself at `own`."""
+        _, heads, q_tiles = (jnp.int32(count) for count in self.summed)
+        numbers = lax.div(n, heads * q_tiles), lax.rem(lax.div(n, q_tiles), heads), lax.rem(n, q_tiles)
+        b, h, i = (x if count == 1 else y for x, y, count in zip(own, numbers, self.summed, strict=True))
+        return b, h, i
+
+
+def _dbias_kernel(inputs: Inputs, dbias_ref, *, widths: Widths, tiles: _BiasTiles, launcher: Launcher):
     t = pl.program_id(0)
-    across = jnp.int32(counts[1])
-    own = pl.program_id(2), pl.program_id(1), lax.div(t, across), lax.rem(t, across)
-    all_of = batch, heads, pl.cdiv(q_len, launcher.block_q)
-    ranges_of = [
-        (jnp.int32(0), jnp.int32(n)) if size == 1 else (x, x + 1)
-        for x, n, size in zip(own, all_of, dbias_ref.shape, strict=False)
-    ]
-    batches, its_heads, its_q_tiles = ranges_of
-    summed = tuple(axis for axis in (0, 1) if dbias_ref.shape[2 + axis] == 1)
+    part, t = lax.div(t, jnp.int32(tiles.rows * tiles.cols)), lax.rem(t, jnp.int32(tiles.rows * tiles.cols))
+    b, h = pl.program_id(2), pl.program_id(1)
+    i, j = lax.div(t, jnp.int32(tiles.cols)), lax.rem(t, jnp.int32(tiles.cols))
+    over = tuple(axis for axis in (0, 1) if dbias_ref.shape[2 + axis] == 1)
 
-    def visit_batch(b, total):
-        return lax.fori_loop(*its_heads, functools.partial(visit_head, b), total)
-
-    def visit_head(b, h, total):
-        return lax.fori_loop(*its_q_tiles, functools.partial(visit_row, b, h), total)
-
-    def visit_row(b, h, i, total):
-        place, rows = Place(b, h, b, h), Span(i * launcher.block_q, launcher.block_q)
+    def visit_row(n, total):
+        b_n, h_n, i_n = tiles.place(n, (b, h, i))
+        place, rows = Place(b_n, h_n, b_n, h_n), Span(i_n * launcher.block_q, launcher.block_q)
         score = memory.score_at(inputs.score, place)
-        tiles = ranges.kv_tiles(score, rows, launcher.block_kv)
+        row = ranges.kv_tiles(score, rows, launcher.block_kv)
 
         def visit(j, total, masked=True):
             cols = Span(j * launcher.block_kv, launcher.block_kv)
             operands, _, _ = _cotangents(inputs, place, rows, cols, widths, launcher)
             ds: Any = operands.bias
-            return total + jnp.sum(ds, axis=summed, keepdims=True) if summed else total + ds
+            return total + jnp.sum(ds, axis=over, keepdims=True) if over else total + ds
 
-        if 1 in summed:
-            return ranges.over(tiles, visit, total)
-        return lax.fori_loop(0, jnp.minimum(tiles.state(own[3]), 1), lambda _, total: visit(own[3], total), total)
+        if 1 in over:
+            return ranges.over(row, visit, total)
+        return lax.fori_loop(0, jnp.minimum(row.state(j), 1), lambda _, total: visit(j, total), total)
 
-    rows, cols = Span(own[2] * launcher.block_q, launcher.block_q), Span(own[3] * launcher.block_kv, launcher.block_kv)
-    rows, cols = (Span(0, 1) if axis in summed else span for axis, span in enumerate((rows, cols)))
-    total = lax.fori_loop(*batches, visit_batch, jnp.zeros((rows.size, cols.size), jnp.float32))
-    memory.store_pairs(dbias_ref, Place(own[0], own[1], own[0], own[1]), rows, cols, total)
+    rows, cols = Span(i * launcher.block_q, launcher.block_q), Span(j * launcher.block_kv, launcher.block_kv)
+    rows, cols = (Span(0, 1) if axis in over else span for axis, span in enumerate((rows, cols)))
+    first = part * tiles.share
+    last = jnp.minimum(first + tiles.share, math.prod(tiles.summed))
+    total = lax.fori_loop(first, last, visit_row, jnp.zeros((rows.size, cols.size), jnp.float32))
+    batch = part * (dbias_ref.shape[0] // tiles.parts) + b
+    memory.store_pairs(dbias_ref, Place(batch, h, batch, h), rows, cols, total)
 
 
 def dargs(inputs: Inputs, launcher: Launcher) -> tuple[Array | None, ...]:

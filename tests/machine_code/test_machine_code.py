@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -320,6 +321,25 @@ def test_the_gradient_of_a_bias_takes_no_more_than_the_bias(shape):
 
 @pytest.mark.whole
 @needs_compiler
+@pytest.mark.parametrize(
+    ("q_shape", "bias_shape"),
+    [
+        ((4096, 49, 3, 32), (1, 3, 49, 49)),  # Swin: windows of 7 x 7
+        ((512, 256, 4, 32), (1, 4, 256, 256)),  # AlphaFold: a bias of pairs for all rows
+        ((16, 2048, 8, 64), (1, 8, 1, 2048)),
+        ((16, 2048, 8, 64), (1, 1, 1, 1)),
+    ],
+)
+def test_the_gradient_of_a_broadcast_bias_fills_a_gpu(q_shape, bias_shape):
+    """At least two programs for each of an H100's multiprocessors, where there was one for each tile; in bounded memory."""
+    q, bias = jax.ShapeDtypeStruct(q_shape, jnp.bfloat16), jax.ShapeDtypeStruct(bias_shape, jnp.float32)
+    backward = lambda q, k, v, do, bias: jax.vjp(lambda bias: jflash.attention(q, k, v, bias=bias), bias)[1](do)
+    (programs,) = grids(machine_code.lower_for(backward, q, q, q, q, bias, gpu="h100"), "jflash_dbias")
+    assert 2 * GPUS["h100"].multiprocessors <= programs < 4 * 188, "one tile of float32 each"
+
+
+@pytest.mark.whole
+@needs_compiler
 def test_offsets_into_a_mask_of_bytes_do_not_overflow():
     # Between 2**31 and 2**32 bytes, offsets in 32 bits wrap around: two bytes for each pair then.
     mask = jax.ShapeDtypeStruct((1, 1, 50_000, 50_000), bool)
@@ -360,6 +380,14 @@ def offset_types(lowered) -> dict[str, list[set[str]]]:
                     pointer = pointer.owner.operands[0]
                 types[ir.BlockArgument(pointer).arg_number].add(str(element_type(offset)))
     return found
+
+
+def grids(lowered, name) -> list[int]:
+    """Of each launch of a kernel, how many programs there are."""
+    calls = operations(lowered.compiler_ir("stablehlo"), "stablehlo.custom_call")
+    configs = [call.attributes["mhlo.backend_config"] for call in calls]
+    sides = "grid_x", "grid_y", "grid_z"
+    return [math.prod(config[side].value for side in sides) for config in configs if config["name"].value == name]
 
 
 def element_type(value):
