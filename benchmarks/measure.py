@@ -55,6 +55,14 @@ def seconds_in_turns(
     return seconds
 
 
+def assert_agree(what: str, own: Any, other: Any, relative: float, absolute: float = 0.0) -> None:
+    """What is measured must be jax.nn's, to so much of the largest of its numbers."""
+    x, y = np.asarray(own, np.float64), np.asarray(other, np.float64)
+    apart, largest = np.abs(x - y).max(), np.abs(y).max()
+    if not apart <= relative * largest + absolute:
+        raise AssertionError(f"{what}: {apart:.1e} from jax.nn's, the largest of which is {largest:.1e}")
+
+
 @contextlib.contextmanager
 def csv_lines(output: pathlib.Path) -> Iterator[Callable[[dict[str, Any]], None]]:
     """What adds a line to a new CSV, with the columns of the first one, at once: whoever is stopped keeps what there is."""

@@ -16,13 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array
 from rich.progress import Progress
 
 import jflash
 from benchmarks import plot
-from benchmarks.measure import RESULTS, csv_lines, device_name, print_table, seconds_in_turns
+from benchmarks.measure import RESULTS, assert_agree, csv_lines, device_name, print_table, seconds_in_turns
 
 # What is computed, and how many products of the forward's size that takes a tiled attention whose forward takes two.
 PRODUCTS = {"forward": 2, "jvp": 7, "gradient": 7, "jvp of gradient": 24}
@@ -58,7 +56,7 @@ def measure(length: int, heads: int, head_dim: int, dtype: str, causal: bool, re
     compiled: dict[Any, Any] = {name: jax.jit(fn).lower(*inputs[0]).compile() for name, fn in programs(causal).items()}
     for what in PRODUCTS:
         for x, y in zip(*(jax.tree.leaves(compiled[path, what](*inputs[0])) for path in ("jflash", "jax.nn")), strict=True):
-            _agree(what, x, y)
+            assert_agree(what, x, y, 1e-3, 1e-5)
     seconds = seconds_in_turns(compiled, repeats, *inputs)
     median = lambda name: statistics.median(seconds[name])
     # Of the two in the same turn, for a machine may be slow for half of the turns: the median of what they say.
@@ -85,13 +83,6 @@ def measure(length: int, heads: int, head_dim: int, dtype: str, causal: bool, re
         }
         for path, what in compiled
     ]
-
-
-def _agree(what: str, own: Array, other: Array) -> None:
-    x, y = np.asarray(own, np.float64), np.asarray(other, np.float64)
-    apart, largest = np.abs(x - y).max(), np.abs(y).max()
-    if not apart <= 1e-3 * largest + 1e-5:
-        raise AssertionError(f"{what}: {apart:.1e} from jax.nn's, the largest of which is {largest:.1e}")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 
 from checks import needs_compiler
 
-from benchmarks import attention, plot
+from benchmarks import attention, plot, sparse
 from benchmarks import machine_code as program
 
 pytestmark = pytest.mark.whole
@@ -84,3 +84,25 @@ def test_flops_are_counted_as_the_field_does():
     assert shape.flops == 4 * 2 * 8 * 4096**2 * 64
     assert shape._replace(causal=True).flops == shape.flops / 2
     assert shape._replace(backward=True).flops == 3.5 * shape.flops
+
+
+def test_sparse(monkeypatch, tmp_path, capsys):
+    """Each pattern has a line for each path; what is not jax.nn's is not reported."""
+    output = tmp_path / "sparse.csv"
+    options = ["--length", "256", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["program", *options])
+    sparse.main()
+    with output.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    own = [line for line in lines if line["attention"] == "jflash"]
+    assert [line["pattern"] for line in own[::2]] == list(sparse.patterns(256))
+    for line in own:
+        assert float(line["visible_percent"]) <= float(line["visited_percent"]) <= 100
+        assert float(line["times_its_share_of_full"]) > 0
+    assert "16 interleaved documents" in capsys.readouterr().out
+
+    patterns = sparse.patterns
+    wrong = lambda length: {"wrong": patterns(length)["prefix-LM"]._replace(visible=lambda i, j: j <= i)}
+    monkeypatch.setattr(sparse, "patterns", wrong)
+    with pytest.raises(AssertionError, match="jflash, wrong, forward: "):
+        sparse.main()
