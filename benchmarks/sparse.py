@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 
 import jflash
+from benchmarks.attention import wait
 from benchmarks.measure import RESULTS, assert_agree, csv_lines, device_name, print_table, seconds_in_turns, setting
 from jflash.attention import engine_of
 from jflash.launch.blocks import DEFAULTS
@@ -121,7 +122,7 @@ def measure(name: str, pattern: Pattern, shape: tuple[int, int, int, str], repea
         if path in ("jflash", "FlexAttention"):
             for x, y in zip(programs[path, what](*inputs[0]), programs["jax.nn", what](*inputs[0]), strict=True):
                 assert_agree(f"{path}, {name}, {what}", x, y, 1e-4)
-    seconds = seconds_in_turns(programs, repeats, *inputs, wait=lambda x: jax.block_until_ready(x) if _of_jax(x) else None)
+    seconds = seconds_in_turns(programs, repeats, *inputs, wait=wait)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     share = jflash.visits(q, k, v, **pattern.options(ids)).share
     lines = []
@@ -139,10 +140,6 @@ def measure(name: str, pattern: Pattern, shape: tuple[int, int, int, str], repea
             line["times_as_fast_as_jax_nn"] = round(float(np.median(theirs / own)), 2)
         lines.append(line)
     return lines
-
-
-def _of_jax(results: Any) -> bool:
-    return isinstance(jax.tree.leaves(results)[0], Array)
 
 
 def main() -> None:
